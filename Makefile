@@ -1,0 +1,42 @@
+# Two commands on a fresh machine, nothing before them: `make test` and `make reproduce`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/installed
+WORKERS ?= 2
+PYTEST_FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install test check notebooks pytest readme export clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+install: $(STAMP) ## create .venv and install repq with everything its tests need
+
+$(STAMP): settings.ini setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+	  { echo "repq needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo missing). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+test: check notebooks pytest ## everything CI runs: notebooks = modules, the notebooks' own tests, tests/
+
+check: install ## fail if notebooks and modules disagree, or a notebook is not clean
+	$(BIN)/python -m pytest -q tests/test_package.py
+
+notebooks: install ## run every notebook outside experiments/
+	cd nbs && ../$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_folder_re '^([_.]|experiments$$)'
+
+pytest: install ## run tests/ (PYTEST_FLAGS=--slow for the long ones)
+	$(BIN)/python -m pytest -q tests --ignore tests/test_package.py $(PYTEST_FLAGS)
+
+export: install ## write the modules from the notebooks
+	$(BIN)/nbdev_clean && $(BIN)/nbdev_export
+
+readme: install ## write README.md from nbs/index.ipynb
+	$(BIN)/python tests/readme.py
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) *.egg-info .pytest_cache .hypothesis _docs _proc
