@@ -1,1 +1,23 @@
+"Quantization-aware training for re-parametrized networks: RepQ, RepQ-BN and RepQ-BNEst"
+from importlib import import_module
+
 __version__ = "0.1.0"
+
+# Loaded when first used (PEP 562), so that `import repq.kernel` needs torch alone.
+_modules = ['testing', 'kernel', 'norm', 'branch', 'layer', 'blocks']
+_names = dict(
+    kernel=['Kernel'],
+    branch=['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'],
+    layer=['RepConv2d'],
+)
+_home = {name: module for module, names in _names.items() for name in names}
+__all__ = [*_modules, *_home]
+
+
+def __getattr__(name):
+    if name in _modules: return import_module(f'repq.{name}')
+    if name in _home: return getattr(import_module(f'repq.{_home[name]}'), name)
+    raise AttributeError(f'repq has no {name!r}; it has {", ".join(sorted(__all__))}')
+
+
+def __dir__(): return sorted([*globals(), *__all__])

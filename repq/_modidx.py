@@ -136,8 +136,10 @@ d = { 'settings': { 'branch': 'main',
                            'repq.norm.frame_pad': ('norm.html#frame_pad', 'repq/norm.py'),
                            'repq.norm.moments': ('norm.html#moments', 'repq/norm.py'),
                            'repq.norm.update_running': ('norm.html#update_running', 'repq/norm.py')},
-            'repq.testing': { 'repq.testing.assert_same': ('testing.html#assert_same', 'repq/testing.py'),
+            'repq.testing': { 'repq.testing.assert_modes_agree': ('testing.html#assert_modes_agree', 'repq/testing.py'),
+                              'repq.testing.assert_same': ('testing.html#assert_same', 'repq/testing.py'),
                               'repq.testing.assert_same_gradients': ('testing.html#assert_same_gradients', 'repq/testing.py'),
                               'repq.testing.gradients': ('testing.html#gradients', 'repq/testing.py'),
                               'repq.testing.randomize_bn': ('testing.html#randomize_bn', 'repq/testing.py'),
-                              'repq.testing.rel_error': ('testing.html#rel_error', 'repq/testing.py')}}}
+                              'repq.testing.rel_error': ('testing.html#rel_error', 'repq/testing.py'),
+                              'repq.testing.run_mode': ('testing.html#run_mode', 'repq/testing.py')}}}

@@ -6,7 +6,8 @@
 __all__ = ['UNSUPPORTED', 'COLORS', 'LINE', 'Branch', 'as_pair', 'Conv', 'Fixed', 'Identity', 'check_branch', 'Scale',
            'WeightNorm', 'Sum', 'Seq', 'Norm', 'Picture', 'line', 'box', 'chain', 'fan', 'draw', 'leaf_label']
 
-# %% ../nbs/03_branch.ipynb #a8e65c01
+# %% ../nbs/03_branch.ipynb #a0e042a4
+from functools import reduce
 from math import sqrt
 import torch
 from torch import nn, Tensor
@@ -157,7 +158,7 @@ class WeightNorm(Branch):
         w = self.child.weight
         return Kernel(F.normalize(w.flatten(1), dim=1).view_as(w), groups=self.groups)
 
-# %% ../nbs/03_branch.ipynb #d46fc89a
+# %% ../nbs/03_branch.ipynb #d09ae93f
 class Sum(Branch):
     "Parallel branches, added"
     def __init__(self, *parts):
@@ -175,7 +176,8 @@ class Sum(Branch):
     def centre(self, signal, part): return signal.crop(*(big - small for big, small in zip(self.size, part.size)))
     def compute(self, signal): return sum(p(self.centre(signal, p)) for p in self.parts)
     def kernel(self, signal=None):
-        return add_kernels(*(p.kernel(signal and self.centre(signal, p)) for p in self.parts))
+        kernels = (p.kernel(signal and self.centre(signal, p)) for p in self.parts)
+        return reduce(add_kernels, kernels)   # one after another: the next is made when the last is added and gone
     def check_stride(self, stride):
         for p in self.parts: p.check_stride(stride)
     def describe(self): return [repr(p) for p in self.parts]

@@ -90,7 +90,7 @@ def common_groups(
         raise ValueError(f'groups {groups} do not fit together: one of them must divide all the others')
     return common
 
-# %% ../nbs/01_kernel.ipynb #d1c48844
+# %% ../nbs/01_kernel.ipynb #1c358d68
 def add_kernels(
     *kernels # of equal input and output channels
 )->Kernel: # their sum
@@ -100,14 +100,15 @@ def add_kernels(
     size = tuple(max(s) for s in zip(*(k.size for k in kernels)))
     groups = common_groups(k.groups for k in kernels)
     kernels = [expand_groups(pad_kernel(k, size), groups) for k in kernels]
-    return Kernel(sum(k.weight for k in kernels), sum(k.bias for k in kernels), groups)
+    return Kernel(reduce(torch.add, (k.weight for k in kernels)), reduce(torch.add, (k.bias for k in kernels)), groups)
 
-# %% ../nbs/01_kernel.ipynb #3b2c80a6
+# %% ../nbs/01_kernel.ipynb #8ed9cc99
 def full_convolution(
     second:Tensor, # (out', g, mid', kh2, kw2), applied second
     first:Tensor   # (g, mid', in', kh1, kw1), applied first
 )->Tensor: # (out', g, in', kh1+kh2-1, kw1+kw2-1)
     "The weight of two convolutions in a row, part by part"
+    if first.shape[1] == 1 and (1, 1) in (first.shape[3:], second.shape[3:]): return second*first[:, 0]   # nothing to sum
     if first.shape[3:]  == (1, 1): return torch.einsum('ogmhw,gmi->ogihw', second, first[..., 0, 0])
     if second.shape[3:] == (1, 1): return torch.einsum('ogm,gmihw->ogihw', second[..., 0, 0], first)
     groups = len(first)
@@ -125,7 +126,7 @@ def compose(
     per_group = second.weight.unflatten(0, (g2, -1))
     cut = per_group.transpose(0, 1).flatten(1, 2).unflatten(1, (parts, -1))
     full = full_convolution(cut, first.weight.unflatten(0, (parts, -1)))
-    weight = full.flatten(1, 2).unflatten(1, (g2, -1)).transpose(0, 1).flatten(0, 1)
+    weight = full.flatten(1, 2).unflatten(1, (g2, -1)).transpose(0, 1).flatten(0, 1).contiguous()   # adding mixed layouts is slow
     bias = torch.einsum('gomhw,gm->go', per_group, first.bias.unflatten(0, (g2, -1))).flatten()
     return Kernel(weight, second.bias + bias, groups)
 
