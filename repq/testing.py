@@ -38,14 +38,14 @@ def assert_same(
     error = rel_error(actual, expected, scale)
     if not error <= tol: raise AssertionError(f'{what}: relative error {error:.3g}, allowed {tol:.3g}')
 
-# %% ../nbs/00_testing.ipynb #0e9145ef
+# %% ../nbs/00_testing.ipynb #c2e3269f
 def gradients(
     module:nn.Module, # all parameters that require a gradient must take part
     loss:Tensor       # scalar
 )->dict: # parameter name -> gradient, without touching `.grad`
     "Gradient of `loss` for every parameter by name"
     params = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    return dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
+    return dict(zip(params, torch.autograd.grad(loss, list(params.values())))) if params else {}
 
 def assert_same_gradients(
     actual:dict,    # name -> gradient
@@ -54,7 +54,7 @@ def assert_same_gradients(
 ):
     "Assert that two sets of gradients agree, name by name"
     if actual.keys() != expected.keys(): raise AssertionError(f'gradients of {sorted(actual)}, expected {sorted(expected)}')
-    scale = max(g.abs().max().item() for g in expected.values())
+    scale = max((g.abs().max().item() for g in expected.values()), default=0)
     for name, g in expected.items(): assert_same(actual[name], g, tol, f'gradient of {name}', scale)
 
 # %% ../nbs/00_testing.ipynb #c025033b

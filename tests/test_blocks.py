@@ -29,7 +29,7 @@ def test_other_kernel_sizes(name, size):
 def test_nothing_stays_on_the_cpu(name, mode, training):
     "Forward on fake CUDA tensors: a tensor left on the CPU raises"
     with FakeTensorMode(allow_non_fake_inputs=False):
-        layer = make_block(name, 8, 8).to('cuda').train(training)
+        with torch.device('cuda'): layer = make_block(name, 8, 8).train(training)
         layer.mode = mode
         y = layer(torch.randn(2, 8, 6, 6, device='cuda'))
     assert y.shape == (2, 8, 6, 6) and y.device.type == 'cuda'
