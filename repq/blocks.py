@@ -84,14 +84,14 @@ def ecb(in_channels:int, out_channels:int, kernel_size=3, stride=1, groups:int=1
         Seq(Conv(i, expansion*o, 1, g, bias=True), Conv(expansion*o, o, 3, g, bias=True)),
         edge(i, o, g, sobel_x, 'sobel x'), edge(i, o, g, sobel_y, 'sobel y'), edge(i, o, g, laplacian, 'laplacian')), stride)
 
-# %% ../nbs/06_blocks.ipynb #470c7667
+# %% ../nbs/06_blocks.ipynb #96bd4a89
 def dbb(in_channels:int, out_channels:int, kernel_size=3, stride=1, groups:int=1)->RepConv2d:
     "DBB: BN(k×k) + BN(1×1) + BN(1×1)–BN(k×k) + BN(1×1)–BN(average)"
     i, o, g, k = in_channels, out_channels, groups, as_pair(kernel_size)
     return RepConv2d(Sum(
         conv_norm(i, o, k, g), conv_norm(i, o, 1, g),
         Seq(Norm(Sum(Identity(i), zero_conv(i, i, g))), conv_norm(i, o, k, g)),
-        Seq(conv_norm(i, o, 1, g), Norm(Fixed(average_kernel(o, k), 'average')))), stride)
+        Seq(conv_norm(i, o, 1, g), Norm(Fixed(average_kernel(o, k), 'average'), statistics='batch'))), stride)
 
 # %% ../nbs/06_blocks.ipynb #5fdda1bb
 def mobileone(in_channels:int, out_channels:int, kernel_size=3, stride=1, groups:int=1,

@@ -6,14 +6,15 @@
 __all__ = ['UNSUPPORTED', 'COLORS', 'LINE', 'Branch', 'as_pair', 'Conv', 'Fixed', 'Identity', 'check_branch', 'Scale',
            'WeightNorm', 'Sum', 'Seq', 'Norm', 'Picture', 'line', 'box', 'chain', 'fan', 'draw', 'leaf_label']
 
-# %% ../nbs/03_branch.ipynb #a0e042a4
+# %% ../nbs/03_branch.ipynb #87929cca
 from functools import reduce
 from math import sqrt
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
 from .kernel import (Kernel, add_kernels, common_groups, compose, fold_bn, identity_kernel, scale_kernel, show_size)
-from .norm import Signal, advance, batch_statistics, convolve_signal, counted, frame_pad, moments, update_running, Statistics
+from .norm import (STATISTICS, Batch, Calibration, Signal, Statistics, advance, check_count, convolve_signal, counted, frame_pad, measure_statistics,
+                       moments, pass_kernel, update_running)
 
 # %% ../nbs/03_branch.ipynb #93847a0f
 class Branch(nn.Module):
@@ -182,7 +183,7 @@ class Sum(Branch):
         for p in self.parts: p.check_stride(stride)
     def describe(self): return [repr(p) for p in self.parts]
 
-# %% ../nbs/03_branch.ipynb #8fb039cc
+# %% ../nbs/03_branch.ipynb #8db9c69a
 class Seq(Branch):
     "Branches one after another"
     def __init__(self, *parts):
@@ -200,7 +201,7 @@ class Seq(Branch):
     def compute(self, signal):
         for part in self.parts[:-1]:
             y = part(signal.within())
-            signal = advance(signal, part.size, lambda y=y: y)
+            signal = advance(signal, part.size, Batch(lambda y=y: y))
         return self.parts[-1](signal)
 
     def kernel(self, signal=None):
@@ -208,28 +209,31 @@ class Seq(Branch):
         for i, part in enumerate(self.parts):
             seen = signal if signal is None or i == len(self.parts) - 1 else signal.within()
             k = part.kernel(seen)
-            if signal is not None: signal = advance(signal, part.size, lambda s=seen, k=k: convolve_signal(s, k))
+            if signal is not None: signal = advance(signal, part.size, pass_kernel(seen, k))
             total = k if total is None else compose(total, k)
         return total
 
     def check_stride(self, stride): self.parts[-1].check_stride(stride)
     def describe(self): return [repr(p) for p in self.parts]
 
-# %% ../nbs/03_branch.ipynb #0cabd460
+# %% ../nbs/03_branch.ipynb #733ba2ba
 class Norm(Branch):
     "Another branch followed by batch norm"
     def __init__(self,
         child:Branch,
         eps:float=1e-5,
-        momentum:float=0.1 # of the running statistics; None: plain average
+        momentum:float=0.1,   # of the running statistics; None: plain average
+        statistics:str=None   # one of STATISTICS, whatever the layer says; None: as the layer says
     ):
         check_branch(child, 'Norm')
+        if statistics not in (None, *STATISTICS): raise ValueError(f'statistics must be None or one of {", ".join(map(repr, STATISTICS))}, got {statistics!r}')
         super().__init__(child.in_channels, child.out_channels, child.size, child.groups)
-        self.child = child
+        self.child, self.statistics = child, statistics
         self.bn = nn.BatchNorm2d(child.out_channels, eps, momentum)
+        self.calibration = Calibration(child.out_channels)
 
     def statistics_of(self, signal, kernel)->Statistics:
-        stats = batch_statistics(signal, kernel)
+        stats = measure_statistics(self.statistics or signal.statistics, signal, kernel, self.calibration)
         if signal.track: update_running(self.bn, stats)
         return stats
 
@@ -245,7 +249,7 @@ class Norm(Branch):
         y = self.child(signal)
         part = counted(y, signal, self.size)
         if part is y or not self.bn.training: return self.bn(y)
-        stats = Statistics(*moments(part), part.numel()//part.shape[1])
+        stats = Statistics(*moments(part), check_count(part.numel()//part.shape[1], signal))
         update_running(self.bn, stats)
         factor = self.bn.weight*(stats.var + self.bn.eps).rsqrt()
         return (y - stats.mean[:, None, None])*factor[:, None, None] + self.bn.bias[:, None, None]
