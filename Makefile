@@ -1,4 +1,4 @@
-# Two commands on a fresh machine, nothing before them: `make test` and `make reproduce`.
+# On a fresh machine, nothing before it: `make test`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -16,7 +16,7 @@ install: $(STAMP) ## create .venv and install repq with everything its tests nee
 
 $(STAMP): settings.ini setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
-	  { echo "repq needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo missing). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	  { v=$$($(PYTHON) --version 2>/dev/null) || v=missing; echo "repq needs Python 3.10 or newer, $(PYTHON) is $$v. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-# %% ../nbs/01_kernel.ipynb #6716ff14
-@dataclass(frozen=True)
+# %% ../nbs/01_kernel.ipynb #884380fa
+@dataclass(frozen=True, eq=False)
 class Kernel:
     "A convolution as data: weight, bias and number of groups; `weight, bias = kernel` unpacks it"
     weight:Tensor    # (out, in/groups, kh, kw)
@@ -24,9 +24,9 @@ class Kernel:
     groups:int=1
 
     def __post_init__(self):
-        out = len(self.weight)
         if self.weight.ndim != 4: raise ValueError(f'a weight has 4 dimensions (out, in/groups, kh, kw), got {tuple(self.weight.shape)}')
-        if out % self.groups: raise ValueError(f'{out} output channels cannot be split into {self.groups} groups')
+        out = len(self.weight)
+        if self.groups < 1 or out % self.groups: raise ValueError(f'{out} output channels cannot be split into {self.groups} groups')
         if self.bias is None: object.__setattr__(self, 'bias', self.weight.new_zeros(out))
         if self.bias.shape != (out,): raise ValueError(f'bias of shape {tuple(self.bias.shape)} for {out} output channels')
 
@@ -90,11 +90,12 @@ def common_groups(
         raise ValueError(f'groups {groups} do not fit together: one of them must divide all the others')
     return common
 
-# %% ../nbs/01_kernel.ipynb #1c358d68
+# %% ../nbs/01_kernel.ipynb #3660cdf9
 def add_kernels(
     *kernels # of equal input and output channels
 )->Kernel: # their sum
     "Merge parallel branches"
+    if not kernels: raise ValueError('add_kernels needs at least one kernel')
     shapes = {(k.in_channels, k.out_channels) for k in kernels}
     if len(shapes) != 1: raise ValueError(f'branches map {", ".join(f"{i}→{o}" for i, o in sorted(shapes))} channels: all must be equal')
     size = tuple(max(s) for s in zip(*(k.size for k in kernels)))
@@ -139,7 +140,7 @@ def scale_kernel(
     if scale.shape != (kernel.out_channels,): raise ValueError(f'scale of shape {tuple(scale.shape)} for {kernel.out_channels} output channels')
     return Kernel(kernel.weight*scale[:, None, None, None], kernel.bias*scale, kernel.groups)
 
-# %% ../nbs/01_kernel.ipynb #12271707
+# %% ../nbs/01_kernel.ipynb #069bc97e
 def fold_bn(
     kernel:Kernel, # in front of the batch norm
     mean:Tensor,   # (out,)
@@ -149,24 +150,27 @@ def fold_bn(
     eps:float=1e-5 # inside the square root
 )->Kernel: # the kernel of BN(x * kernel)
     "Merge a batch norm with given statistics into the convolution before it"
+    for name, t in dict(mean=mean, var=var, gamma=gamma, beta=beta).items():
+        if t.shape != kernel.bias.shape: raise ValueError(f'{name} of shape {tuple(t.shape)} for {kernel.out_channels} output channels')
     scaled = scale_kernel(Kernel(kernel.weight, kernel.bias - mean, kernel.groups), gamma*(var + eps).rsqrt())
     return Kernel(scaled.weight, scaled.bias + beta, kernel.groups)
 
-# %% ../nbs/01_kernel.ipynb #56e82429
+# %% ../nbs/01_kernel.ipynb #2aba8785
 def depthwise(
     taps:Tensor,  # (kh, kw), or (channels, kh, kw)
     channels:int
 )->Kernel: # groups = channels
     "The kernel that filters each channel on its own"
+    if taps.ndim == 3 and len(taps) != channels: raise ValueError(f'{len(taps)} filters for {channels} channels')
     return Kernel(taps.expand(channels, *taps.shape[-2:])[:, None].clone(), groups=channels)
 
-def identity_kernel(channels:int)->Kernel:
+def identity_kernel(channels:int, dtype=None)->Kernel:
     "The map that changes nothing"
-    return depthwise(torch.ones(1, 1), channels)
+    return depthwise(torch.ones(1, 1, dtype=dtype), channels)
 
-def average_kernel(channels:int, size=(3, 3))->Kernel:
+def average_kernel(channels:int, size=(3, 3), dtype=None)->Kernel:
     "Average pooling with stride 1; zeros of the padding count"
-    return depthwise(torch.full(size, 1/(size[0]*size[1])), channels)
+    return depthwise(torch.full(size, 1/(size[0]*size[1]), dtype=dtype), channels)
 
 # %% ../nbs/01_kernel.ipynb #a66328e4
 def sobel_x(channels:int)->Kernel:
@@ -181,11 +185,12 @@ def laplacian(channels:int)->Kernel:
     "Sum of the second differences"
     return depthwise(torch.tensor([[0., 1, 0], [1, -4, 1], [0, 1, 0]]), channels)
 
-# %% ../nbs/01_kernel.ipynb #091c61b7
-def frequency_prior(channels:int, size=(3, 3))->Kernel:
-    "OREPA's fixed cosine filters, one frequency a channel"
+# %% ../nbs/01_kernel.ipynb #9a250888
+def frequency_prior(channels:int, size=(3, 3), dtype=None)->Kernel:
+    "OREPA's fixed cosine filters"
     half, c = channels//2, torch.arange(channels)[:, None]
-    rows, cols = ((torch.arange(n) + 0.5)/n for n in size)
+    rows, cols = ((torch.arange(n, dtype=torch.float64) + 0.5)/n for n in size)   # large angles: float32 is off by 1e-4
     along_rows = torch.cos(pi*rows*(c + 1))[:, :, None].expand(-1, -1, size[1])
     along_cols = torch.cos(pi*cols*(c + 1 - half))[:, None, :].expand(-1, size[0], -1)
-    return depthwise(torch.where((c < half)[..., None], along_rows, along_cols), channels)
+    taps = torch.where((c < half)[..., None], along_rows, along_cols)
+    return depthwise(taps.to(dtype or torch.get_default_dtype()), channels)

@@ -2,7 +2,7 @@
 import pytest, torch
 from torch import nn
 from repq import Conv, Fixed, Identity, Kernel, Norm, RepConv2d, Scale, Seq, Sum, WeightNorm
-from repq.blocks import ecb, make_block, repvgg
+from repq.blocks import ecb, make_block, orepa, repvgg
 from repq.kernel import sobel_x
 
 CASES = {
@@ -13,15 +13,27 @@ CASES = {
     'mixed groups': (lambda: Sum(Conv(12, 12, 3, groups=4), Conv(12, 12, 3, groups=6)), 'must divide all the others'),
     'mixed groups in a sequence': (lambda: Seq(Conv(12, 12, 3, groups=4), Conv(12, 12, 3, groups=6)), 'groups [4, 6]'),
     'groups do not divide': (lambda: Conv(6, 8, 3, groups=4), 'groups=4 must divide the channels, got 6→8'),
-    'groups zero': (lambda: Conv(4, 8, 3, groups=0), 'groups=0'),
+    'groups zero': (lambda: Conv(4, 8, 3, groups=0), 'groups must be a whole number of at least 1, got 0'),
+    'no channels': (lambda: Conv(0, 8, 3), 'in_channels must be'),
+    'no middle channels': (lambda: orepa(4, 4, expansion=0), 'out_channels must be'),
+    'identity of no channels': (lambda: Identity(0), 'channels must be'),
+    'identity to other channels': (lambda: Identity(4, 8), 'cannot change 4 channels to 8'),
+    'strided identity': (lambda: Identity(4, stride=2), 'give it to the layer'),
     'even in odd': (lambda: Sum(Conv(4, 4, 3), Conv(4, 4, 2)), 'make both odd or both even'),
     'even block': (lambda: repvgg(4, 4, kernel_size=2), 'a 1×1 branch cannot be centred in 2×2'),
-    'kernel size': (lambda: Conv(4, 4, (3, 0)), 'kernel_size must be a positive number'),
+    'kernel size': (lambda: Conv(4, 4, (3, 0)), 'kernel_size must be a positive whole number'),
     'kernel size of three numbers': (lambda: Conv(4, 4, (3, 3, 3)), 'or two of them'),
     'stride in a branch': (lambda: Seq(Conv(4, 4, 1, stride=2), Conv(4, 4, 3)), 'give it to the layer'),
     'padding in a branch': (lambda: Conv(4, 4, 3, padding=1), 'the layer pads once'),
     'dilation in a branch': (lambda: Conv(4, 4, 3, dilation=2), 'dilation=2'),
-    'dilation of the layer': (lambda: RepConv2d(Conv(4, 4, 3), dilation=2), 'dilation=2 is not supported'),
+    'kernel size of a float': (lambda: Conv(4, 4, 3.), 'got 3.0'),
+    'dilation of the layer': (lambda: RepConv2d(Conv(4, 4, 3), dilation=2), 'dilation=2'),
+    'reflect padding in a branch': (lambda: Conv(4, 4, 3, padding_mode='reflect'), 'nn.ReflectionPad2d'),
+    'after is no norm': (lambda: RepConv2d(Conv(4, 4, 3), after=nn.ReLU()), 'after must be True, None or an nn.BatchNorm2d'),
+    'unknown statistics': (lambda: RepConv2d(Conv(4, 4, 3), statistics='exact'), "'estimate'"),
+    'unknown statistics of a norm': (lambda: Norm(Conv(4, 4, 3), statistics='exact'), "'estimate'"),
+    'mode without quantizers': (lambda: setattr(repvgg(4, 4), 'mode', 'quantized'), 'repq.quantize'),
+    'groups of a kernel': (lambda: Kernel(torch.ones(4, 4, 3, 3), groups=0), '0 groups'),
     'reflect padding': (lambda: RepConv2d(Conv(4, 4, 3), padding_mode='reflect'), 'nn.ReflectionPad2d'),
     'negative padding': (lambda: RepConv2d(Conv(4, 4, 3), padding=-1), 'padding must be'),
     'stride zero': (lambda: RepConv2d(Conv(4, 4, 3), stride=0), 'stride must be'),
@@ -62,8 +74,9 @@ def test_input_shape():
 
 
 @pytest.mark.parametrize('mode', ['branches', 'merged'])
-def test_batch_of_one_value(mode):
-    layer = repvgg(4, 8, stride=2)
+@pytest.mark.parametrize('make', [lambda: repvgg(4, 8, stride=2), lambda: RepConv2d(Seq(Norm(Conv(4, 8, 1)), Conv(8, 8, 3)))])
+def test_batch_of_one_value(mode, make):
+    layer = make()
     layer.mode = mode
     with pytest.raises(ValueError, match='(?i)more than (one|1) value per channel'): layer(torch.randn(1, 4, 1, 1))
     assert layer.eval()(torch.randn(1, 4, 1, 1)).shape == (1, 8, 1, 1)

@@ -12,7 +12,7 @@ def test_branches_equal_merged(name, i, o, stride, groups):
     layer = make_block(name, i, o, stride=stride, groups=groups).double()
     randomize_bn(layer)
     for n, p in layer.named_parameters():
-        if n.endswith(('scale', 'bias')): torch.nn.init.normal_(p)
+        if n.endswith(('scale', 'bias')) or not p.any(): torch.nn.init.normal_(p)
     for training in (True, False): assert_modes_agree(layer.train(training), torch.randn(3, i, 9, 7).double())
 
 

@@ -7,16 +7,17 @@ from repq import Conv, Fixed, Identity, Norm, RepConv2d, Scale, Seq, Sum, Weight
 from repq.kernel import Kernel, average_kernel, frequency_prior, laplacian, sobel_x
 from repq.testing import assert_modes_agree, randomize_bn
 
-CHANNELS, ODD = (1, 2, 4, 8), (1, 3, (1, 3), (3, 1))
+CHANNELS, ODD = (1, 2, 4, 6, 12), (1, 3, (1, 3), (3, 1))
+FIXED = dict(average=average_kernel, sobel=sobel_x, laplacian=laplacian, prior=frequency_prior)
 
 
-def divisors(*channels): return [g for g in CHANNELS if all(c % g == 0 for c in channels)]
+def divisors(*channels): return [g for g in range(1, 13) if all(c % g == 0 for c in channels)]
 
 
 @st.composite
 def leaf(draw, i, o):
-    fixed = [lambda: Fixed(f(i)) for f in (average_kernel, sobel_x, laplacian, frequency_prior)]
-    square = [lambda: Identity(i), draw(st.sampled_from(fixed))] if i == o else []
+    name = draw(st.sampled_from(list(FIXED)))
+    square = [lambda: Identity(i), lambda: Fixed(FIXED[name](i), name)] if i == o else []
     size, groups = draw(st.sampled_from(ODD)), draw(st.sampled_from(divisors(i, o)))
     convs = [lambda: Conv(i, o, size, groups), lambda: Conv(i, o, size, groups, bias=True), lambda: WeightNorm(Conv(i, o, size, groups))]
     return draw(st.sampled_from(convs + square))()
@@ -30,9 +31,18 @@ def odd_branch(draw, i, o, depth):
     if kind == 'leaf': return draw(leaf(i, o))
     if kind == 'norm': return Norm(draw(odd_branch(i, o, depth - 1)))
     if kind == 'scale': return Scale(draw(odd_branch(i, o, depth - 1)), bias=draw(st.booleans()))
-    if kind == 'sum': return Sum(*(draw(odd_branch(i, o, depth - 1)) for _ in range(draw(st.integers(1, 3)))))
+    if kind == 'sum': return fitting(Sum, [draw(odd_branch(i, o, depth - 1)) for _ in range(draw(st.integers(1, 3)))])
     middle = [draw(st.sampled_from(CHANNELS)) for _ in range(draw(st.integers(1, 2)))]
-    return Seq(*(draw(odd_branch(a, b, depth - 1)) for a, b in zip([i, *middle], [*middle, o])))
+    return fitting(Seq, [draw(odd_branch(a, b, depth - 1)) for a, b in zip([i, *middle], [*middle, o])])
+
+
+def fitting(kind, parts):
+    "Sum or Seq; parts whose groups do not fit together get a dense neighbour, which makes them fit"
+    try: return kind(*parts)
+    except ValueError as e:
+        assert 'do not fit together' in str(e)
+        i, o = parts[0].in_channels, parts[-1].out_channels
+        return Sum(*parts, Conv(i, o, 1)) if kind is Sum else Seq(Sum(parts[0], Conv(i, parts[0].out_channels, 1)), *parts[1:])
 
 
 @st.composite
@@ -49,7 +59,7 @@ def layer(draw):
         made = RepConv2d(branch, 1, padding)
     made = randomize_bn(made.double())
     for name, p in made.named_parameters():
-        if name.endswith(('scale', 'bias')): nn.init.normal_(p, 0.5)
+        if name.endswith(('scale', 'bias')) or not p.any(): nn.init.normal_(p, 0.5)
     return made
 
 
@@ -68,16 +78,18 @@ def prove(made, x):
 
 def test_random_expressions(request):
     slow = request.config.getoption('--slow')
-    ran = []
+    ran, kinds = [], set()
 
     @settings(max_examples=10_000 if slow else 200, derandomize=not slow, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case())
     def run(made_x):
         prove(*made_x)
         ran.append(sum(isinstance(m, Norm) for m in made_x[0].modules()))
+        kinds.update(getattr(m, 'name', type(m).__name__) for m in made_x[0].modules())
     run()
     PROVEN['random expressions proven'] = f'{len(ran)}, with {sum(ran)} batch norms inside'
     assert len(ran) >= (10_000 if slow else 200) and sum(n > 1 for n in ran) > len(ran)//10
+    assert kinds >= {*FIXED, 'identity', 'Conv', 'Scale', 'Norm', 'Seq', 'Sum', 'WeightNorm'}
 
 
 def test_the_proof_can_fail():
