@@ -196,7 +196,7 @@ class Sum(Branch):
         for p in self.parts: p.check_stride(stride)
     def describe(self): return [repr(p) for p in self.parts]
 
-# %% ../nbs/03_branch.ipynb #8db9c69a
+# %% ../nbs/03_branch.ipynb #02d6be5c
 class Seq(Branch):
     "Branches one after another"
     def __init__(self, *parts):
@@ -222,14 +222,14 @@ class Seq(Branch):
         for i, part in enumerate(self.parts):
             seen = signal if signal is None or i == len(self.parts) - 1 else signal.within()
             k = part.kernel(seen)
-            if signal is not None: signal = advance(signal, part.size, pass_kernel(seen, k))
+            if signal is not None and signal.batch is not None: signal = advance(signal, part.size, pass_kernel(seen, k))
             total = k if total is None else compose(total, k)
         return total
 
     def check_stride(self, stride): self.parts[-1].check_stride(stride)
     def describe(self): return [repr(p) for p in self.parts]
 
-# %% ../nbs/03_branch.ipynb #733ba2ba
+# %% ../nbs/03_branch.ipynb #43a77516
 class Norm(Branch):
     "Another branch followed by batch norm"
     def __init__(self,
@@ -255,8 +255,10 @@ class Norm(Branch):
     def kernel(self, signal=None):
         k = self.child.kernel(signal)
         if signal is None or not self.bn.training: return self.fold(k, self.bn.running_mean, self.bn.running_var)
-        stats = self.statistics_of(signal, k)
-        return self.fold(k, stats.mean, stats.var)
+        if signal.batch is None: return self.fold(k, *signal.memo[self])
+        mean, var, _ = self.statistics_of(signal, k)
+        if signal.memo is not None: signal.memo[self] = mean.detach(), var.detach()
+        return self.fold(k, mean, var)
 
     def compute(self, signal):
         y = self.child(signal)

@@ -48,7 +48,7 @@ class Batch:
     @cached_property
     def mean_map(self)->Tensor: return self._mean_map()
 
-# %% ../nbs/02_norm.ipynb #621202fe
+# %% ../nbs/02_norm.ipynb #8a7404b8
 @dataclass(frozen=True)
 class Signal:
     "A batch on its way through a block, and its frame"
@@ -60,6 +60,7 @@ class Signal:
     track:bool=False    # merged norms update their running statistics (in the branches they always do, as PyTorch's)
     statistics:str='batch' # how norms get their statistics, unless they have a choice of their own
     space:tuple=None    # (batch, height, width) of the real input
+    memo:dict=None      # norm -> mean and variance it was given; filled where it is a dictionary
 
     @classmethod
     def of(cls, x:Tensor, padding=(0, 0), **frame):
@@ -75,6 +76,10 @@ class Signal:
     def within(self):
         "The same signal for a part that is not the last"
         return replace(self, stride=(1, 1), inner=True)
+
+    def replay(self):
+        "A signal without the batch, that answers with the statistics remembered in `memo`"
+        return replace(self, batch=None, track=False)
 
 # %% ../nbs/02_norm.ipynb #ca1106ed
 def frame_pad(x:Tensor, rows:int, cols:int)->Tensor:

@@ -104,7 +104,7 @@ def add_quantizers(layer, weight_bits, act_bits, signed_input, family):
     symmetric = weight_bits == 8 and getattr(layer, 'after', None) is not None
     layer.quantize(weight_bits, act_bits, signed_input, family, symmetric)
 
-# %% ../nbs/09_qat.ipynb #b4c8b82c
+# %% ../nbs/09_qat.ipynb #7a6e6e01
 def set_statistics(net:nn.Module, statistics:str)->nn.Module:
     "Choose how norms inside blocks get their statistics"
     exact = set(net.exact_norms()) if statistics == 'estimate' and hasattr(net, 'exact_norms') else set()
@@ -112,8 +112,8 @@ def set_statistics(net:nn.Module, statistics:str)->nn.Module:
     for name, m in net.named_modules():
         if not isinstance(m, RepConv2d): continue
         choice = 'batch' if name in exact else statistics
-        trained = any(b.num_batches_tracked > 0 for b in m.branch.modules() if isinstance(b, nn.BatchNorm2d))
-        if trained and 'estimate' in (choice, m.statistics) and choice != m.statistics: changed.append(name)
+        trained = (b.num_batches_tracked > 0 for b in m.branch.modules() if isinstance(b, nn.BatchNorm2d))
+        if choice != m.statistics and 'estimate' in (choice, m.statistics) and any(trained): changed.append(name)
         m.statistics = choice
     if changed: warnings.warn(f'{len(changed)} layers ({changed[0] or "the layer"}, ...) have running statistics of another kind than {statistics!r}: '
                               'train on, or call repq.recalibrate(net, batches) before evaluating')

@@ -1,15 +1,32 @@
 "Options, and the count of random expressions in the closing summary"
+import json, os, tempfile
+from pathlib import Path
 import pytest, torch
 
-PROVEN = {}   # what was proven on how many random cases: filled by tests, printed at the end
+torch.set_num_threads(1)   # small tensors, and several test processes on few cores
+
+
+class Proven:
+    "What was proven on how many random cases; written by tests in any process, printed at the end"
+    path = None
+    def __setitem__(self, what, n): self.path.open('a').write(json.dumps([what, n]) + '\n')
+
+PROVEN = Proven()
+
+
+def pytest_configure(config):
+    if 'PYTEST_XDIST_WORKER' not in os.environ: os.environ['REPQ_PROVEN'] = tempfile.mkstemp()[1]
+    PROVEN.path = Path(os.environ['REPQ_PROVEN'])
 
 
 def pytest_addoption(parser):
     parser.addoption('--slow', action='store_true', help='the long versions: 10,000 random expressions instead of 200')
 
 
-def pytest_terminal_summary(terminalreporter):
-    for what, n in PROVEN.items(): terminalreporter.write_line(f'{what}: {n}')
+def pytest_terminal_summary(terminalreporter, config):
+    if hasattr(config, 'workerinput'): return   # a worker process of pytest-xdist: the main one prints
+    for line in PROVEN.path.read_text().splitlines(): terminalreporter.write_line('{}: {}'.format(*json.loads(line)))
+    PROVEN.path.unlink()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ def divisors(*channels): return [g for g in range(1, 13) if all(c % g == 0 for c
 @st.composite
 def leaf(draw, i, o):
     name = draw(st.sampled_from(list(FIXED)))
-    square = [lambda: Identity(i), lambda: Fixed(FIXED[name](i), name)] if i == o else []
+    square = [lambda: Identity(i), lambda: Fixed(FIXED[name](i), name), lambda: Fixed(FIXED[name](i), name)] if i == o else []
     size, groups = draw(st.sampled_from(ODD)), draw(st.sampled_from(divisors(i, o)))
     convs = [lambda: Conv(i, o, size, groups), lambda: Conv(i, o, size, groups, bias=True), lambda: WeightNorm(Conv(i, o, size, groups))]
     return draw(st.sampled_from(convs + square))()

@@ -1,0 +1,164 @@
+"RepQ: the quantized layer and network, for every block and every statistics"
+import copy, warnings
+import pytest, torch
+from torch import nn
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+import repq
+from repq.blocks import BLOCKS, make_block
+from repq.layer import QuantLinear, RepConv2d
+from repq.norm import STATISTICS
+from repq.qat import quantizable_layers, set_bits, set_statistics
+from repq.testing import assert_modes_agree, assert_same, randomize_bn
+
+
+def quantizers(net): return [q for l in quantizable_layers(net).values() for q in (l.weight_quantizer, l.input_quantizer)]
+
+
+def network(block):
+    return nn.Sequential(make_block(block, 3, 8), nn.ReLU(), make_block(block, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize('block', BLOCKS)
+def test_quantizers_off_is_the_branch_form(block):
+    "RepQ-BN with quantizers switched off equals the branches in float64 to 1e-10, gradients included"
+    layer = randomize_bn(make_block(block, 6, 6).double())
+    for p in layer.parameters():
+        if not p.any(): nn.init.normal_(p)
+    x = torch.randn(3, 6, 9, 7).double()
+    layer.quantize(4, 4)(x)
+    for q in quantizers(layer): q.enabled = False; q.requires_grad_(False)
+    for training in (True, False): assert_modes_agree(layer.train(training), x, modes=('branches', 'quantized'))
+
+
+@pytest.mark.parametrize('statistics', STATISTICS)
+@pytest.mark.parametrize('block', BLOCKS)
+def test_learns_and_deploys(block, statistics):
+    "A few 4-bit steps reduce the loss; evaluation equals the merged network, bit for bit where no norm follows"
+    x, y = torch.randn(32, 3, 12, 12), torch.arange(32) % 4
+    x += y.view(-1, 1, 1, 1)*torch.linspace(-1, 1, 3).view(3, 1, 1)     # a class is a tint
+    net = repq.quantize(network(block), 4, 4, statistics=statistics)
+    losses = []
+    for step in range(25):
+        loss = F.cross_entropy(net(x), y)
+        if step == 0: opt = torch.optim.SGD([{'params': [p for n, p in net.named_parameters() if not n.endswith('.step')], 'lr': .05},
+                                             {'params': [q.step for q in quantizers(net)], 'lr': .001}], momentum=.9)
+        opt.zero_grad(); loss.backward(); opt.step()
+        losses.append(loss.item())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+        assert all((q.scale() > 0).all() for q in quantizers(net))
+    assert sum(losses[-3:]) < 0.8*sum(losses[:3])
+    repq.recalibrate(net, [x])
+    net.eval()
+    merged = repq.merge(net)
+    if net[2].after is None: assert torch.equal(merged(x), net(x))
+    else: assert (merged(x).argmax(1) == net(x).argmax(1)).float().mean() > 0.9
+    for layer in merged.modules():
+        if hasattr(layer, 'codes'): assert torch.equal(layer.weight, layer.codes.float()*layer.step.view(-1, *[1]*(layer.weight.ndim - 1)))
+
+
+@pytest.mark.parametrize('statistics', STATISTICS)
+@pytest.mark.parametrize('block', BLOCKS)
+def test_forward_on_fake_cuda(block, statistics):
+    "With initialised quantizers, no tensor is left on the CPU"
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        with torch.device('cuda'): net = repq.quantize(network(block), 4, 4)
+        for layer in (net[0], net[2]): layer.statistics = statistics
+        for q in quantizers(net): q.set_step(torch.ones_like(q.step), signed=True)
+        y = net(torch.randn(4, 3, 8, 8, device='cuda'))
+    assert y.device.type == 'cuda' and y.shape == (4, 4)
+
+
+def test_state_dict_round_trip():
+    "A reloaded model does not initialise again, and answers the same"
+    x = torch.randn(8, 3, 12, 12)
+    net = repq.quantize(network('repvgg'), 4, 4, statistics='calibrated')
+    for _ in range(5): net(x)
+    fresh = repq.quantize(network('repvgg'), 4, 4, statistics='calibrated')
+    fresh.load_state_dict(net.state_dict())
+    steps = [q.step.clone() for q in quantizers(net)]
+    for a, b in ((net, fresh), (net.eval(), fresh.eval())): assert torch.equal(a(x), b(x))
+    for q, s in zip(quantizers(fresh), steps): assert torch.equal(q.step, s)
+
+
+def test_memory_of_the_estimate():
+    "AC-ResNet-18, 128×128, batch 16: what a forward pass with `estimate` keeps is at most what plain QAT keeps"
+    from torch.profiler import ProfilerActivity, profile
+    x = torch.randn(16, 3, 128, 128)
+    def kept(block, statistics):
+        net = repq.quantize(repq.models.resnet18(10, block=block), 4, 4, statistics=statistics)
+        net(x)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p: y = net(x)
+        assert y.requires_grad
+        return sum(e.self_cpu_memory_usage for e in p.events())
+    plain, estimate = kept('plain', None), kept('acnet', 'estimate')
+    assert 1e8 < estimate <= plain, (estimate, plain)
+
+
+def test_paper_exceptions_and_exact_norms():
+    net = repq.quantize(repq.models.resnet18(10, block='acnet', width=0.125), 4, 4, statistics='estimate')
+    layers = quantizable_layers(net)
+    assert (layers['stem'].weight_quantizer.bits, layers['stem'].input_quantizer.bits) == (8, 8)
+    assert {n for n, l in layers.items() if isinstance(l, RepConv2d) and l.statistics == 'batch'} == {'layer4.1.conv1', 'layer4.1.conv2'}
+    assert layers['layer1.0.conv1'].weight_quantizer.bits == 4 and isinstance(layers['head'], QuantLinear)
+
+
+def test_post_training_quantization_of_a_foreign_network():
+    torchvision = pytest.importorskip('torchvision')
+    net = torchvision.models.resnet18(num_classes=4).eval()
+    x = torch.randn(4, 3, 64, 64)
+    expected = net(x)
+    quantized = repq.quantize(copy.deepcopy(net), 8, 8)
+    assert isinstance(quantized.conv1.after, nn.BatchNorm2d) and isinstance(quantized.layer1[0].bn2, nn.Identity)
+    repq.recalibrate(quantized, [x], 'ranges')
+    assert_same(quantized.eval()(x), expected, 0.1)
+    assert_same(repq.merge(quantized)(x), quantized(x), 0.1)   # ties cascade through 18 layers of random weights
+
+
+BAD = {
+    'one bit': (lambda: repq.quantize(network('plain'), 1, 4), 'bits must be 2..8, got 1'),
+    'nine bits': (lambda: repq.quantize(network('plain'), 4, 9), 'bits must be 2..8, got 9'),
+    'twice': (lambda: repq.quantize(repq.quantize(network('plain'))), 'quantized already'),
+    'nothing to quantize': (lambda: repq.quantize(nn.Sequential(nn.ReLU())), 'no convolution or linear layer'),
+    'merging a cold quantizer': (lambda: repq.merge(repq.quantize(network('plain'))), 'never initialised'),
+    'unknown exception': (lambda: repq.quantize(network('plain'), exceptions={'stem': (8, 8)}), "no layer is called 'stem'"),
+    'unknown family': (lambda: repq.quantize(network('plain'), family='dorefa'), 'lsq'),
+    'bits of an unquantized network': (lambda: set_bits(network('plain'), 4, 4), 'not quantized'),
+    'ranges without quantizers': (lambda: repq.recalibrate(network('plain'), [torch.randn(2, 3, 8, 8)], 'ranges'), 'no quantizers'),
+    'recalibrate without data': (lambda: repq.recalibrate(network('plain'), []), 'no batch'),
+    'statistics': (lambda: repq.quantize(network('plain'), statistics='exact'), "'estimate'"),
+    'NaN in the first batch': (lambda: repq.quantize(network('plain'))(torch.full((2, 3, 8, 8), float('nan'))), 'NaN'),
+}
+
+
+@pytest.mark.parametrize('case', BAD)
+def test_says_what_is_wrong(case):
+    call, message = BAD[case]
+    with pytest.raises(ValueError) as error: call()
+    assert message in str(error.value)
+
+
+def test_statistics_of_another_kind_warn():
+    net = network('repvgg')
+    net(torch.randn(4, 3, 8, 8))
+    with pytest.warns(UserWarning, match='recalibrate'): set_statistics(net, 'estimate')
+    with warnings.catch_warnings(): warnings.simplefilter('error'); set_statistics(net, 'estimate')
+
+
+def test_batch_of_one():
+    "One image is enough for exact statistics as long as a channel has more than one value"
+    net = repq.quantize(network('repvgg'), 4, 4, statistics='batch')
+    assert net(torch.randn(1, 3, 8, 8)).isfinite().all()
+    with pytest.raises(ValueError, match='more than one value per channel'): net(torch.randn(1, 3, 1, 1))
+    assert net.eval()(torch.randn(1, 3, 1, 1)).isfinite().all()
+
+
+def test_constant_input_channel():
+    "A channel that never changes has variance zero: finite everywhere, merged and estimated"
+    x = torch.randn(8, 3, 8, 8)
+    x[:, 1] = 0.5
+    for statistics in STATISTICS:
+        net = repq.quantize(network('repvgg'), 4, 4, statistics=statistics)
+        y = net(x)
+        y.square().sum().backward()
+        assert y.isfinite().all() and all(p.grad.isfinite().all() for p in net.parameters())
