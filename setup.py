@@ -15,7 +15,7 @@ setup(
     long_description=(here/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=['repq'], python_requires=f'>={cfg["min_python"]}',
     install_requires=cfg['requirements'].split(), extras_require=extras,
-    entry_points={'nbdev': [f'{cfg["lib_name"]}=repq._modidx:d']},
+    entry_points={'nbdev': [f'{cfg["lib_name"]}=repq._modidx:d'], 'console_scripts': ['repq=repq.cli:main']},
     classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Science/Research',
                  'License :: OSI Approved :: Apache Software License', 'Programming Language :: Python :: 3'],
 )

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['piece_size', 'keep_inside', 'compile_after', 'families', 'int_range', 'lsq_forward', 'lsq_backward', 'pieces',
-           'eager_forward', 'just_outside', 'eager_backward', 'use_compiled', 'pays_off', 'compiled', 'fused',
-           'flatten', 'unflatten', 'last_channels', 'QuantizeLSQ', 'flat_step', 'gradient_factor', 'sampled',
-           'squared_error', 'min_error_step', 'QuantizerState', 'Grid', 'several_processes', 'decide_sign',
+           'eager_forward', 'just_outside', 'row_dot', 'eager_backward', 'use_compiled', 'kind_of', 'pays_off',
+           'compiled', 'fused', 'flatten', 'unflatten', 'last_channels', 'QuantizeLSQ', 'flat_step', 'gradient_factor',
+           'sampled', 'squared_error', 'min_error_step', 'QuantizerState', 'Grid', 'several_processes', 'decide_sign',
            'share_step', 'Quantizer', 'step_factor', 'LSQ', 'ScaleGradient', 'NoiseQuantizer', 'make_quantizer']
 
-# %% ../nbs/04_quantizer.ipynb #531c8f8b
+# %% ../nbs/04_quantizer.ipynb #12ed5674
 import math, warnings
 from itertools import repeat
+from types import FunctionType
 import torch
 from torch import nn, Tensor, distributed as dist
 from torch.autograd.function import once_differentiable
@@ -27,37 +28,39 @@ def int_range(
     half = 2**(bits - 1)
     return (symmetric - half, half - 1) if signed else (0, 2*half - 1)
 
-# %% ../nbs/04_quantizer.ipynb #a8b73b6e
+# %% ../nbs/04_quantizer.ipynb #8ba4a518
 def lsq_forward(x:Tensor, step:Tensor, qmin:int, qmax:int)->Tensor:
     "Quantize flat `x` in the precision of `step`; the result has the type of `x`"
     return ((x.to(step.dtype)/step).clamp(qmin, qmax).round()*step).to(x.dtype)
 
 def lsq_backward(x:Tensor, step:Tensor, grad:Tensor, qmin:int, qmax:int)->tuple: # gradients of x and of step
     "Both gradients of LSQ, before the gradient scale"
-    v = x.to(step.dtype)/step
-    inside = (v >= qmin) & (v <= qmax)
-    by_step = v.clamp(qmin, qmax).round() - torch.where(inside, v, 0.)
-    return torch.where(inside, grad, 0.), (grad.to(step.dtype)*by_step).sum(-1, keepdim=step.ndim > 0)
+    v, g = x.to(step.dtype)/step, grad.to(step.dtype)
+    clipped = v.clamp(qmin, qmax)
+    by_x = torch.where(v == clipped, g, 0.)
+    by_step = g*(clipped.round() - clipped) + (g - by_x)*clipped # the first term is 0 outside, the second inside
+    return by_x.to(grad.dtype), by_step.sum(-1, keepdim=step.ndim > 0)
 
-# %% ../nbs/04_quantizer.ipynb #5308fe75
-piece_size = 2**16 # elements per thread; input, gradients and two temporaries of float32 take 1.3 MB
+# %% ../nbs/04_quantizer.ipynb #167e7d92
+piece_size = 2**16 # elements per thread; input, two gradients and a temporary in float32 take 1 MB
 
-def pieces(step:Tensor, *tensors):
-    "Cut flat tensors into pieces that fit into the cache, each with its step"
-    x, rows = tensors[0], piece_size*torch.get_num_threads()
-    if x.device.type != 'cpu': rows = max(1, len(x))
-    elif step.ndim: rows = max(1, rows//max(1, x.shape[1]))
+def pieces(size:int, step:Tensor, *tensors):
+    "Cut flat tensors into pieces of about `size` elements per thread, each with its step"
+    x, rows = tensors[0], size*torch.get_num_threads()
+    if x.device.type != 'cpu': rows = len(x)
+    elif step.ndim: rows //= max(1, x.shape[1])
+    rows = max(1, rows)
     return zip(step.split(rows) if step.ndim else repeat(step), *(t.split(rows) for t in tensors))
 
 def eager_forward(x:Tensor, step:Tensor, qmin:int, qmax:int)->Tensor:
     "`lsq_forward`, piece by piece"
     y = torch.empty_like(x)
-    for s, a, out in pieces(step, x, y):
+    for s, a, out in pieces(2*piece_size, step, x, y):
         if x.dtype == step.dtype: torch.div(a, s, out=out).clamp_(qmin, qmax).round_().mul_(s)
         else: out.copy_((a.to(s.dtype)/s).clamp_(qmin, qmax).round_().mul_(s))
     return y
 
-# %% ../nbs/04_quantizer.ipynb #cfc74d52
+# %% ../nbs/04_quantizer.ipynb #9c067521
 keep_inside = torch.ops.aten.hardtanh_backward
 
 def just_outside(bound:int, dtype:torch.dtype)->float:
@@ -66,19 +69,24 @@ def just_outside(bound:int, dtype:torch.dtype)->float:
     ulp = info.eps*2.**(math.frexp(bound)[1] - 1) if bound else info.eps*info.tiny
     return bound + ulp if bound > 0 else bound - ulp
 
+def row_dot(a:Tensor, b:Tensor)->Tensor: # () or (rows, 1)
+    "Scalar product of flat tensors, row by row if they have rows"
+    return torch.dot(a, b) if a.ndim == 1 else (a*b).sum(1, keepdim=True)
+
 def eager_backward(x:Tensor, step:Tensor, grad:Tensor, qmin:int, qmax:int)->tuple: # gradients of x and of step
     "`lsq_backward`, piece by piece"
     low, high = just_outside(qmin, step.dtype), just_outside(qmax, step.dtype)
-    by_x, by_step = torch.empty_like(x), []
-    for s, a, g, out in pieces(step, x, grad, by_x):
-        v, g = a.to(s.dtype)/s, g.to(s.dtype)
-        out.copy_(keep_inside(g, v, low, high)) if x.dtype != s.dtype else keep_inside(g, v, low, high, grad_input=out)
-        inside = keep_inside(v, v, low, high)
-        v.clamp_(qmin, qmax).round_().sub_(inside)
-        by_step.append(v.mul_(g).sum(-1, keepdim=True) if step.ndim else torch.dot(g, v))
+    by_x, by_step, work = torch.empty_like(x), [], None
+    for s, a, g, out in pieces(piece_size, step, x, grad, by_x):
+        if work is None: work = torch.empty(a.shape, dtype=s.dtype, device=s.device) # stays in the cache
+        v, g = torch.div(a.to(s.dtype), s, out=work[:len(a)]), g.to(s.dtype)
+        if x.dtype == s.dtype: kept = keep_inside(g, v, low, high, grad_input=out)
+        else: out.copy_(kept := keep_inside(g, v, low, high))
+        inside = row_dot(kept, v.clamp_(qmin, qmax))
+        by_step.append(row_dot(g, v.round_()) - inside)
     return by_x, torch.cat(by_step) if step.ndim else torch.stack(by_step).sum()
 
-# %% ../nbs/04_quantizer.ipynb #508a0b5b
+# %% ../nbs/04_quantizer.ipynb #38ba2589
 compile_after = 2**33 # elements quantized in this process, of one kind, before compiling starts; None: never
 _policy = dict(mode='auto', failed=False, seen={})
 
@@ -91,34 +99,38 @@ class use_compiled:
     def __enter__(self): return self
     def __exit__(self, *exc): _policy['mode'] = self.before
 
+def kind_of(x:Tensor, step:Tensor)->tuple: return x.dtype, x.device.type, step.ndim
+
 def pays_off(x:Tensor, step:Tensor, forward:bool)->bool:
     "Is the compiled path the one to take?"
     mode, seen = _policy['mode'], _policy['seen']
     if mode is False or _policy['failed'] or (mode == 'auto' and compile_after is None): return False
     if type(x) not in (Tensor, nn.Parameter) or torch.utils._python_dispatch.is_in_torch_dispatch_mode(): return False # fake, traced
     if min(x.shape) < 2: return False # sizes 0 and 1 would be compiled apart
-    kind = x.dtype, x.device.type, step.ndim
+    kind = kind_of(x, step)
     if mode == 'auto' and forward: seen[kind] = seen.get(kind, 0) + x.numel()
     return mode is True or seen.get(kind, 0) > compile_after
 
-# %% ../nbs/04_quantizer.ipynb #f99f6eae
+# %% ../nbs/04_quantizer.ipynb #5a3b797b
 _compiled = {}
 
-def compiled(formula):
-    "Compile a formula once, for all shapes and ranges"
-    if formula not in _compiled:
-        exact = {f'eager_numerics.{k}': True for k in ('division_rounding', 'disable_ftz')}
-        options = {k: v for k, v in exact.items() if k in torch._inductor.list_options()}
-        shifted = lambda *tensors, low, high: formula(*tensors, low + 2, high - 2)
-        run = torch.compile(shifted, dynamic=True, fullgraph=True, options=options)
-        _compiled[formula] = lambda *args: run(*args[:-2], low=args[-2] - 2, high=args[-1] + 2)
-    return _compiled[formula]
+def compiled(formula, kind:tuple):
+    "A formula compiled for one kind of tensor, for all shapes and ranges"
+    if (formula, kind) not in _compiled:
+        from torch import _inductor # takes seconds to import
+        exact = [f'eager_numerics.{name}' for name in ('division_rounding', 'disable_ftz')]
+        options = {name: True for name in exact if name in _inductor.list_options()}
+        def shifted(*tensors, low, high): return formula(*tensors, low + 2, high - 2)
+        own = FunctionType(shifted.__code__.replace(), globals(), closure=shifted.__closure__)
+        run = torch.compile(own, dynamic=True, fullgraph=True, options=options)
+        _compiled[formula, kind] = lambda *args: run(*(t.data for t in args[:-2]), low=args[-2] - 2, high=args[-1] + 2)
+    return _compiled[formula, kind]
 
 def fused(formula, eager, *args):
     "Run a formula compiled where that pays off, else its eager form"
     if torch.compiler.is_compiling(): return formula(*args) # already inside somebody's torch.compile
     if pays_off(*args[:2], forward=formula is lsq_forward):
-        try: return compiled(formula)(*args)
+        try: return compiled(formula, kind_of(*args[:2]))(*args)
         except Exception as e:
             _policy['failed'] = True
             warnings.warn(f'repq: compiling the quantizer failed, going on without ({type(e).__name__}: {str(e)[:200]})')
@@ -246,7 +258,7 @@ class QuantizerState(nn.Module):
         if self.signed is None: raise RuntimeError('signed or unsigned is not decided yet: call initialize(x), or give signed=True or False')
         return int_range(self.bits, self.signed, self.symmetric)
 
-# %% ../nbs/04_quantizer.ipynb #94f40c69
+# %% ../nbs/04_quantizer.ipynb #cbd60fce
 class Grid(QuantizerState):
     "The grid of a quantizer: a positive step, and integers"
     def scale(self, ndim:int=4)->Tensor: # () or (channels, 1, 1, 1)
@@ -256,10 +268,10 @@ class Grid(QuantizerState):
         return self.step if self.channels is None else self.step.view(-1, *[1]*(ndim - 1))
 
     @torch.no_grad()
-    def set_step(self, step:Tensor, signed:bool):
+    def set_step(self, step, signed:bool):
         "Begin with this step; a hundredth of it is the floor"
         info = torch.finfo(self.step.dtype)
-        self.step.copy_(step.clamp(info.tiny, info.max/2**self.bits))
+        self.step.copy_(torch.as_tensor(step).clamp(info.tiny, info.max/2**self.bits))
         self.floor.copy_((self.step*1e-2).clamp(info.tiny))
         self.set_state(True, signed)
 
@@ -277,7 +289,8 @@ class Grid(QuantizerState):
 
     def extra_repr(self):
         sign = {None: 'sign open', True: 'symmetric' if self.symmetric else 'signed', False: 'unsigned'}[self.signed]
-        return ', '.join([f'{self.bits} bits', sign, *([f'{self.channels} channels'] if self.channels else []), *([] if self.ready else ['not initialised'])])
+        parts = f'{self.bits} bits', sign, self.channels and f'{self.channels} channels', '' if self.ready else 'not initialised'
+        return ', '.join(filter(None, parts))
 
 # %% ../nbs/04_quantizer.ipynb #063590cb
 def several_processes()->bool: return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -304,7 +317,7 @@ def share_step(
     if several_processes(): dist.broadcast(steps, 0)
     return steps, bool((steps > 0).all())
 
-# %% ../nbs/04_quantizer.ipynb #dfc84d33
+# %% ../nbs/04_quantizer.ipynb #703fd3e7
 class Quantizer(Grid):
     "Base of all quantizers: a family overrides `quantize(x, step)`"
     def __init__(self, bits:int, signed:bool|None=None, channels:int|None=None, symmetric:bool=False,
@@ -334,8 +347,8 @@ class Quantizer(Grid):
         self.check(x)
         rows = x.detach().reshape(self.channels or 1, -1)
         signed = decide_sign(rows, self.given)
-        steps = min_error_step(rows, *int_range(self.bits, signed, self.symmetric)) if rows.numel() else rows.new_zeros(len(rows), dtype=torch.float64)
-        steps, found = share_step(steps)
+        qrange = int_range(self.bits, signed, self.symmetric)
+        steps, found = share_step(min_error_step(rows, *qrange) if rows.numel() else torch.zeros(len(rows), dtype=torch.float64, device=x.device))
         if found: self.set_step(steps.view(self.step.shape), signed)
         elif not self.warned:
             self.warned = True
@@ -353,7 +366,7 @@ class LSQ(Quantizer):
     def quantize(self, x:Tensor, step:Tensor)->Tensor:
         return QuantizeLSQ.apply(x, step, self.qmin, self.qmax, step_factor(self, x))
 
-# %% ../nbs/04_quantizer.ipynb #8cde4b01
+# %% ../nbs/04_quantizer.ipynb #30c34591
 class ScaleGradient(torch.autograd.Function):
     "The identity, whose gradient is multiplied by a factor"
     @staticmethod
@@ -374,7 +387,6 @@ class NoiseQuantizer(Quantizer):
         noisy = wide + (torch.rand_like(v) - .5)*step
         return torch.where((v >= self.qmin) & (v <= self.qmax), noisy, v.clamp(self.qmin, self.qmax)*step).to(x.dtype)
 
-# %% ../nbs/04_quantizer.ipynb #a3f91392
 families = dict(lsq=LSQ, noise=NoiseQuantizer)
 
 def make_quantizer(
