@@ -213,7 +213,7 @@ def min_error_step(
         step = steps.gather(1, errors.argmin(1, keepdim=True))
     return (step.double()*largest.double()).flatten()
 
-# %% ../nbs/04_quantizer.ipynb #27b41bd7
+# %% ../nbs/04_quantizer.ipynb #fe19b813
 class QuantizerState(nn.Module):
     "Range and step of a quantizer, and how they are saved"
     def __init__(self,
@@ -229,21 +229,26 @@ class QuantizerState(nn.Module):
         shape = () if channels is None else (channels,)
         self.step = nn.Parameter(torch.ones(shape))
         self.register_buffer('floor', torch.full(shape, 1e-2))
-        self.register_buffer('state', torch.zeros(3, dtype=torch.int8)) # ready, signed (-1: open), bits
+        self.register_buffer('state', torch.zeros(4, dtype=torch.int8)) # ready, signed (-1: open), bits, symmetric
         self.set_state(False, signed)
 
     def set_state(self, ready:bool, signed:bool|None):
         "Note, in Python and for the state dict, what is known"
         self._ready, self._signed = ready, signed
-        self.state.copy_(torch.tensor([ready, -1 if signed is None else signed, self.bits], dtype=torch.int8))
+        self.state.copy_(torch.tensor([ready, -1 if signed is None else signed, self.bits, self.symmetric], dtype=torch.int8))
+
+    def reset(self, bits:int, symmetric:bool=False):
+        "Take other bits; sign and step are forgotten as far as data decided them, and the next batch sets them again"
+        int_range(bits, bool(self.given), symmetric)
+        self.bits, self.symmetric = bits, symmetric
+        self.set_state(False, self.given)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         saved = state_dict.get(prefix + 'state')
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if saved is None or saved.device.type == 'meta': return
-        ready, signed, bits = saved.tolist()
-        if ready and bits != self.bits: errors.append(f'{prefix}: was saved with {bits} bits, this quantizer has {self.bits}')
-        self._ready, self._signed = bool(ready), None if signed < 0 else bool(signed)
+        ready, signed, self.bits, symmetric = saved.tolist()
+        self._ready, self._signed, self.symmetric = bool(ready), None if signed < 0 else bool(signed), bool(symmetric)
 
     @property
     def ready(self)->bool: return self._ready
