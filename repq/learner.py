@@ -140,14 +140,14 @@ class Oscillation:
     @property
     def share(self): return (self.turns >= 2).float().mean().item() if self.turns is not None else 0.
 
-# %% ../nbs/12_learner.ipynb #b762e36b
+# %% ../nbs/12_learner.ipynb #4f03bf6a
 class QATDoctor(Callback):
     "Watches quantized layers and says what is wrong"
     order = 30
     def __init__(self,
-        looks:int=20,     # at the integer weights, in each epoch
+        looks:int=10,     # at the integer weights, in each epoch
         report:bool=True  # print advice after training
-    ): self.looks, self.report, self.rows = looks, report, []
+    ): self.looks, self.report, self.rows, self.fresh = looks, report, [], False
 
     def quantized(self): return {n: l for n, l in quantizable_layers(self.model).items() if l.mode == 'quantized' and l.weight_quantizer.ready}
     def weight(self, layer): return layer.branch.kernel().weight if isinstance(layer, RepConv2d) else layer.weight
@@ -166,15 +166,17 @@ class QATDoctor(Callback):
 
     @torch.no_grad()
     def after_train(self):
+        self.fresh = True
         for n, l in self.quantized().items():
             w, i = l.weight_quantizer, l.input_quantizer
             if n not in self.inputs or not i.ready: continue
             self.rows.append(dict(epoch=self.epoch, layer=n, weight_step=w.scale().mean().item(), at_floor=(w.step <= w.floor*1.01).float().mean().item(), input_step=i.scale().item(),
                                   weights_clipped=clipped_share(w, self.weight(l)), inputs_clipped=clipped_share(i, self.inputs[n]),
-                                  oscillating=self.watch[n].share if n in self.watch else 0., variance_error=variance_error(l, self.inputs[n])))
+                                  oscillating=self.watch[n].share if n in self.watch and w.bits <= 4 else 0., variance_error=variance_error(l, self.inputs[n])))
 
     def after_fit(self):
-        if self.report and self.rows: print('\n'.join(self.advice()))
+        if self.report and self.fresh: print('\n'.join(self.advice()))
+        self.fresh = False   # validation ends a fit too
 
 # %% ../nbs/12_learner.ipynb #d1000150
 ADVICE = [ # column, threshold, what to say of the layers beyond it
