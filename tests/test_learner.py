@@ -5,7 +5,7 @@ from torch import nn
 pytest.importorskip('fastai')
 from fastai.basics import CrossEntropyLossFlat, Learner, accuracy
 from fastai.callback.core import Callback, CancelFitException
-from fastai.callback.all import *
+from fastai.callback.all import ProgressCallback
 import repq
 from repq.data import FollowEpoch, digits_dls
 from repq.learner import QAT, QATDoctor, StepSplitter, steps_of
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 def network(block='repvgg'):
     torch.manual_seed(0)
     b = repq.blocks.BLOCKS[block]
-    return nn.Sequential(b(1, 16), nn.ReLU(), b(16, 16, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(b(1, 16), nn.ReLU(), b(16, 32, stride=2), nn.ReLU(), b(32, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
 def learner(tmp_path, cbs=None, net=None, **kw):
@@ -31,8 +31,8 @@ def learner(tmp_path, cbs=None, net=None, **kw):
 @pytest.fixture(scope='module')
 def parent(tmp_path_factory):
     learn = learner(tmp_path_factory.mktemp('fp'))
-    learn.fit_one_cycle(4, 0.02)
-    assert learn.validate()[1] > 0.85
+    learn.fit_one_cycle(5, 0.01)
+    assert learn.validate()[1] > 0.93
     return learn.model
 
 
@@ -40,23 +40,27 @@ def parent(tmp_path_factory):
 def test_trains_with_every_statistics(parent, tmp_path, statistics):
     learn = learner(tmp_path, QAT(4, 4, statistics=statistics, exceptions={'0': (4, 8)}), copy.deepcopy(parent))
     learn.fit_one_cycle(2, 0.005)
-    assert learn.validate()[1] > 0.8
+    assert learn.validate()[1] > 0.9
     x = learn.dls.valid.one_batch()[0]
     assert torch.equal(repq.merge(learn.model)(x), learn.model.eval()(x))
 
 
-@pytest.mark.parametrize('how', ['argument', 'add_cb', 'fit', 'fit_one_cycle', 'fit_flat_cos'])
+@pytest.mark.parametrize('how', ['argument', 'add_cb', 'fit'])
 def test_attached_in_any_way(parent, tmp_path, how):
     qat = QAT(4, 4, step_lr=0.01)
     learn = learner(tmp_path, qat if how == 'argument' else None, copy.deepcopy(parent), wd=0.1)
     if how == 'add_cb': learn.add_cb(qat)
-    fit = getattr(learn, how if how.startswith('fit') else 'fit')
-    fit(1, 0.01, cbs=[qat] if how.startswith('fit') else [])
+    if how == 'fit': learn.fit(1, 0.01, cbs=[qat])
+    else: learn.fit_one_cycle(1, 0.01)
     steps = steps_of(learn.model)
-    assert len(steps) == 6 and [len(g) for g in learn.opt.param_lists][0] == 6
+    assert len(steps) == 8 and [len(g) for g in learn.opt.param_lists][0] == 8
     assert {id(p) for g in learn.opt.param_lists for p in g} == {id(p) for p in learn.model.parameters()}
     assert all(learn.opt.state[p]['do_wd'] is False for p in steps)
     assert learn.opt.hypers[0]['lr'] == pytest.approx(0.01*learn.opt.hypers[-1]['lr'])
+
+
+def test_too_late_for_a_schedule(tmp_path):
+    with pytest.raises(RuntimeError, match='give QAT to the Learner'): learner(tmp_path).fit_one_cycle(1, 0.01, cbs=QAT(4, 4))
 
 
 def test_user_splitter_is_kept(tmp_path):
@@ -116,7 +120,7 @@ def test_doctor_sees_and_advises(parent, tmp_path, capsys):
     healthy, sick = QATDoctor(), QATDoctor(report=False)
     learner(tmp_path, [QAT(4, 4, statistics='batch'), healthy], copy.deepcopy(parent)).fit_one_cycle(2, 0.002)
     t = healthy.table()
-    assert set(t.epoch) == {0, 1} and set(t.layer) == {'0', '2', '6'} and (t.weight_step > 0).all() and t.inputs_clipped.between(0, 0.5).all()
+    assert set(t.epoch) == {0, 1} and set(t.layer) == {'0', '2', '4', '8'} and (t.weight_step > 0).all() and t.inputs_clipped.between(0, 0.5).all()
     assert capsys.readouterr().out.strip() == '\n'.join(healthy.advice())
     learner(tmp_path, [QAT(2, 2, statistics='estimate', step_lr=30.), sick], copy.deepcopy(parent)).fit(2, 0.02)
     said = '\n'.join(sick.advice())
@@ -140,11 +144,14 @@ def test_models_rules_are_used(tmp_path):
 
 @pytest.mark.parametrize('statistics', STATISTICS)
 def test_mixed_precision(parent, statistics):
+    "The body in bfloat16, without oneDNN, whose bfloat16 instructions some virtual machines lack; the head in float32 for the same reason"
     net = repq.quantize(copy.deepcopy(parent), 4, 4, statistics=statistics)
     opt, losses = torch.optim.SGD(net.parameters(), 0.001, momentum=.9), []
     for x, y in digits_dls().train:
-        with torch.autocast('cpu', torch.bfloat16): loss = nn.functional.cross_entropy(net(x).float(), y)
-        opt.zero_grad(); loss.backward(); opt.step()
+        with torch.backends.mkldnn.flags(enabled=False):
+            with torch.autocast('cpu', torch.bfloat16): features = net[:-1](x)
+            loss = nn.functional.cross_entropy(net[-1](features.float()), y)
+            opt.zero_grad(); loss.backward(); opt.step()
         losses.append(loss.item())
         assert all(p.grad.isfinite().all() for p in net.parameters())
     assert sum(losses[-5:]) < 1.2*sum(losses[:5]) and net.eval()(x).isfinite().all()
