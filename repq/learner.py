@@ -99,7 +99,7 @@ def fit_for_qat(
     ddp.broadcast_buffers, ddp.find_unused_parameters = False, True
     trainer.accelerator.ddp_handler, trainer.sync_bn = ddp, False
 
-# %% ../nbs/12_learner.ipynb #7e266ad0
+# %% ../nbs/12_learner.ipynb #7c1abd24
 def stage_reached(self:QAT)->int:
     "The last stage of the plan whose bits the initialised quantizers have; -1 before any"
     now = {n: (l.weight_quantizer.bits, l.input_quantizer.bits) for n, l in quantizable_layers(self.net).items() if l.weight_quantizer and l.weight_quantizer.ready}
@@ -123,7 +123,6 @@ def before_fit(self:QAT):
         if getattr(lrs, 'ndim', 0) and len(lrs) != len(self.opt.hypers):
             raise RuntimeError(f'the schedule has {len(lrs)} learning rates for {len(self.opt.hypers)} groups: give QAT to the Learner, Learner(..., cbs=QAT(...)), '
                                'or learn.add_cb(QAT(...)), before fit_one_cycle or fit_flat_cos')
-    for p in steps_of(self.net): self.opt.state[p]['do_wd'] = False
     if hasattr(self.learn, 'distributed_trainer'): fit_for_qat(self.learn.distributed_trainer)
 
 def before_train(self:QAT):
@@ -133,7 +132,10 @@ def before_train(self:QAT):
         for m in self.net.modules():
             if isinstance(m, nn.modules.batchnorm._BatchNorm): m.eval()
 
-def before_step(self:QAT): self.opt.hypers[0]['lr'] = self.opt.hypers[-1]['lr']*self.step_lr
+def before_step(self:QAT):
+    rest = self.opt.hypers[1:]
+    self.opt.set_hyper('lr', [rest[-1]['lr']*self.step_lr, *(h['lr'] for h in rest)])
+    if 'wd' in rest[-1]: self.opt.set_hyper('wd', [0., *(h['wd'] for h in rest)])
 
 def after_train(self:QAT):
     "With several processes, average what batch norms have seen"

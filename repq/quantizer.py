@@ -213,7 +213,7 @@ def min_error_step(
         step = steps.gather(1, errors.argmin(1, keepdim=True))
     return (step.double()*largest.double()).flatten()
 
-# %% ../nbs/04_quantizer.ipynb #fe19b813
+# %% ../nbs/04_quantizer.ipynb #7b476966
 class QuantizerState(nn.Module):
     "Range and step of a quantizer, and how they are saved"
     def __init__(self,
@@ -237,12 +237,6 @@ class QuantizerState(nn.Module):
         self._ready, self._signed = ready, signed
         self.state.copy_(torch.tensor([ready, -1 if signed is None else signed, self.bits, self.symmetric], dtype=torch.int8))
 
-    def reset(self, bits:int, symmetric:bool=False):
-        "Take other bits; sign and step are forgotten as far as data decided them, and the next batch sets them again"
-        int_range(bits, bool(self.given), symmetric)
-        self.bits, self.symmetric = bits, symmetric
-        self.set_state(False, self.given)
-
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         saved = state_dict.get(prefix + 'state')
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -263,7 +257,7 @@ class QuantizerState(nn.Module):
         if self.signed is None: raise RuntimeError('signed or unsigned is not decided yet: call initialize(x), or give signed=True or False')
         return int_range(self.bits, self.signed, self.symmetric)
 
-# %% ../nbs/04_quantizer.ipynb #cbd60fce
+# %% ../nbs/04_quantizer.ipynb #b22b74bb
 class Grid(QuantizerState):
     "The grid of a quantizer: a positive step, and integers"
     def scale(self, ndim:int=4)->Tensor: # () or (channels, 1, 1, 1)
@@ -279,6 +273,12 @@ class Grid(QuantizerState):
         self.step.copy_(torch.as_tensor(step).clamp(info.tiny, info.max/2**self.bits))
         self.floor.copy_((self.step*1e-2).clamp(info.tiny))
         self.set_state(True, signed)
+
+    def reset(self, bits:int, symmetric:bool=False):
+        "Take other bits; sign and step are forgotten as far as data decided them, and the next batch sets them again"
+        int_range(bits, bool(self.given), symmetric)
+        self.bits, self.symmetric = bits, symmetric
+        self.set_state(False, self.given)
 
     @torch.no_grad()
     def codes(self, x:Tensor)->Tensor: # int32, the shape of x

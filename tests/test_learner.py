@@ -1,11 +1,13 @@
 "QAT and QATDoctor in real, short trainings"
 import copy
+from functools import partial
 import pytest, torch
 from torch import nn
 pytest.importorskip('fastai')
 from fastai.basics import CrossEntropyLossFlat, Learner, accuracy
 from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.all import ProgressCallback
+from fastai.optimizer import OptimWrapper
 import repq
 from repq.data import FollowEpoch, digits_dls
 from repq.learner import QAT, QATDoctor, StepSplitter, steps_of
@@ -45,6 +47,17 @@ def test_trains_with_every_statistics(parent, tmp_path, statistics):
     assert torch.equal(repq.merge(learn.model)(x), learn.model.eval()(x))
 
 
+def check_groups(opt):
+    assert opt.hypers[0]['lr'] == pytest.approx(0.01*opt.hypers[-1]['lr']) and opt.hypers[0]['wd'] == 0 and opt.hypers[-1]['wd'] == 0.1
+
+
+@pytest.mark.parametrize('opt', [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizers_of_torch(tmp_path, opt):
+    learn = learner(tmp_path, QAT(4, 4, step_lr=0.01), opt_func=partial(OptimWrapper, opt=opt), wd=0.1)
+    learn.fit(1, 0.001)
+    check_groups(learn.opt)
+
+
 @pytest.mark.parametrize('how', ['argument', 'add_cb', 'fit'])
 def test_attached_in_any_way(parent, tmp_path, how):
     qat = QAT(4, 4, step_lr=0.01)
@@ -55,8 +68,7 @@ def test_attached_in_any_way(parent, tmp_path, how):
     steps = steps_of(learn.model)
     assert len(steps) == 8 and [len(g) for g in learn.opt.param_lists][0] == 8
     assert {id(p) for g in learn.opt.param_lists for p in g} == {id(p) for p in learn.model.parameters()}
-    assert all(learn.opt.state[p]['do_wd'] is False for p in steps)
-    assert learn.opt.hypers[0]['lr'] == pytest.approx(0.01*learn.opt.hypers[-1]['lr'])
+    check_groups(learn.opt)
 
 
 def test_too_late_for_a_schedule(tmp_path):
