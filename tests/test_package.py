@@ -85,6 +85,13 @@ def test_notebooks_teach():
         assert any(re.search(r'\bassert\b|assert_\w+\(', c) for c in code), f'{nb.name} asserts nothing'
 
 
+def test_no_path_of_a_machine():
+    "Nothing that was printed on one machine gives away its folders"
+    for nb in (ROOT/'nbs').rglob('*.ipynb'):
+        found = re.findall(r'/(?:home|root|work|Users)/[^"\\s]{0,60}', nb.read_text())
+        assert not found, f'{nb.name}: {found[0]}'
+
+
 def test_readme_comes_from_index():
     import readme
     assert (ROOT/'README.md').read_text() == readme.render(), 'README.md differs from nbs/index.ipynb: run make readme'
