@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'OREPA_BITS', 'TEST_SETS', 'TIME_COLUMNS', 'TABLES',
-           'EFFORT', 'STATISTICS_EFFORT', 'V100', 'OVERHEAD', 'BN_OVERHEAD', 'digest', 'experiments', 'syntax',
-           'notebook_code', 'code_hash', 'Run', 'spec_key', 'recipes', 'settings_for', 'Cell', 'classifier',
+           'PRELOAD', 'EFFORT', 'STATISTICS_EFFORT', 'V100', 'OVERHEAD', 'BN_OVERHEAD', 'digest', 'experiments',
+           'syntax', 'notebook_code', 'code_hash', 'Run', 'spec_key', 'recipes', 'settings_for', 'Cell', 'classifier',
            'methods_of', 'table_2', 'super_resolution', 'table_3', 'table_4', 'side_table', 'cells', 'graph',
-           'draw_graph', 'sha256', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'write_json',
-           'check_parameters', 'parameters', 'check_parent', 'Outcome', 'complete', 'execute', 'reason', 'effort',
-           'seconds_left', 'Batch', 'clock', 'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle',
-           'reproduce', 'open_executor', 'limited', 'macs_of', 'gpu_hours']
+           'draw_graph', 'sha256', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'write_json', 'die_with',
+           'kernel_main', 'Forked', 'forkserver', 'can_fork', 'forking_manager', 'check_parameters', 'parameters',
+           'check_parent', 'Outcome', 'complete', 'execute', 'reason', 'effort', 'seconds_left', 'Batch', 'clock',
+           'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'reproduce', 'open_executor', 'limited',
+           'macs_of', 'gpu_hours']
 
 # %% ../nbs/20_runs.ipynb #6780a218
 import ast, hashlib, json, logging, os, shutil, signal, sys, time
@@ -366,6 +367,72 @@ def write_json(path, value):
         os.replace(aside, path)
     finally: aside.unlink(missing_ok=True)
 
+# %% ../nbs/20_runs.ipynb #6bdc1425
+PRELOAD = ['repq.training', 'repq.bench', 'matplotlib.pyplot', 'pandas', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'skimage.data', 'sympy', 'torch._dynamo']
+
+def die_with(sentinel):
+    "End this process and those it started when another one is gone"
+    from multiprocessing.connection import wait as wait_for
+    wait_for([sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+def kernel_main(argv, env, cwd):
+    "A Jupyter kernel, in a process that was forked for it"
+    import multiprocessing, threading
+    os.setsid()
+    threading.Thread(target=die_with, args=(multiprocessing.parent_process().sentinel,), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    from ipykernel.kernelapp import IPKernelApp
+    IPKernelApp.launch_instance(argv=argv)
+
+class Forked:
+    "A forked kernel, with the methods of a Popen that Jupyter uses"
+    stdin = stdout = stderr = None
+    def __init__(self, argv, env, cwd):
+        self.process = forkserver().Process(target=kernel_main, args=(argv, env, cwd))
+        self.process.start()
+        self.pid = self.process.pid
+    def poll(self): return self.process.exitcode
+    def wait(self): return self.process.join() or self.process.exitcode
+    def send_signal(self, number): os.kill(self.pid, number)
+    def kill(self): self.send_signal(signal.SIGKILL)
+    def terminate(self): self.send_signal(signal.SIGTERM)
+
+# %% ../nbs/20_runs.ipynb #a1fcc753
+@lru_cache(maxsize=None)
+def forkserver(): # multiprocessing context
+    "The process that kernels are forked from, started when first asked for"
+    import multiprocessing, multiprocessing.forkserver as server
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(PRELOAD)
+    add = dict(PYTHONWARNINGS='ignore::FutureWarning', MPLBACKEND='module://matplotlib_inline.backend_inline')
+    before = {k: os.environ.get(k) for k in add}
+    os.environ.update(add)
+    try: server.ensure_running()
+    finally:
+        for k, v in before.items(): os.environ.pop(k) if v is None else os.environ.update({k: v})
+    return context
+
+def can_fork(run:Run)->bool:
+    "Whether the kernel of a run may be forked"
+    import multiprocessing
+    return 'forkserver' in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon and run.profile != 'paper'
+
+@lru_cache(maxsize=None)
+def forking_manager(): # class
+    "A kernel manager whose kernels are forked"
+    from jupyter_client import AsyncKernelManager
+    class ForkingManager(AsyncKernelManager):
+        async def _async_launch_kernel(self, kernel_cmd, **kw): # the place that jupyter_client has for this
+            p = self.provisioner
+            p.process = Forked(kernel_cmd[kernel_cmd.index('ipykernel_launcher') + 1:], kw.get('env') or dict(os.environ), str(kw.get('cwd') or Path.cwd()))
+            p.pid = p.pgid = p.process.pid # it leads a group of its own
+            self._reconcile_connection_info(p.connection_info)
+    return ForkingManager
+
 # %% ../nbs/20_runs.ipynb #0c974922
 def check_parameters(path, names):
     "Raise unless a notebook has exactly one parameters cell, and it assigns all names"
@@ -395,7 +462,7 @@ class Outcome:
     why:str = ''
     seconds:float = 0.
 
-# %% ../nbs/20_runs.ipynb #f6a9fda2
+# %% ../nbs/20_runs.ipynb #7b760736
 def complete(run:Run, store:Store)->dict:
     "Check the record that a notebook left, name it, and put the folder in its place"
     work = store.work(run)
@@ -411,7 +478,7 @@ def complete(run:Run, store:Store)->dict:
 def execute(
     run:Run,
     root='results',
-    extra_arguments=('--log-level=50',) # of the kernel: nothing on the terminal
+    fork=None # the kernel, from a process that has imported all; by default where possible
 )->Outcome:
     "Execute the notebook of a run; whatever goes wrong is in the outcome"
     import papermill
@@ -425,7 +492,8 @@ def execute(
         check_parameters(source, given)
         work.mkdir(parents=True, exist_ok=True)
         (work/'failed.json').unlink(missing_ok=True)
-        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, cwd=str(source.parent), extra_arguments=list(extra_arguments))
+        kernel = dict(kernel_manager_class=forking_manager()) if (can_fork(run) if fork is None else fork) else {}
+        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, cwd=str(source.parent), extra_arguments=['--log-level=50'], **kernel)
         complete(run, store)
         return Outcome(run.id, 'done', seconds=time.time() - started)
     except Exception as e:
