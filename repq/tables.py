@@ -5,25 +5,27 @@
 # %% auto #0
 __all__ = ['PAPER', 'USABLE', 'DIALECTS', 'RANKED', 'TITLES', 'MEASURES', 'RECIPE_OF', 'LOSSES', 'NUMBERS', 'FULL_BIT_OPS',
            'HOLDS', 'FAILS', 'OPEN', 'VARIANTS', 'SETS', 'MARKS', 'SHAPES', 'STATES', 'STYLE', 'read_printed',
-           'paper_value', 'value_of', 'Measured', 'place', 'Results', 'measure', 'Interval', 't_quantile', 't_interval',
-           'binomial', 'difference', 'time_taken', 'image_difference', 'spread', 'show_error', 'digits_of', 'Item',
-           'escape_markdown', 'escape_latex', 'Dialect', 'spans', 'Table', 'letter', 'to_text', 'to_markdown',
-           'to_latex', 'html_head', 'html_rows', 'to_html', 'ranks', 'our_item', 'details', 'paper_item', 'caption',
-           'results_table', 'stage_counts', 'strategies_table', 'runs_of', 'values_of', 'recipe_rows', 'recipe_table',
-           'make_table', 'table', 'all_tables', 'Compare', 'Claim', 'in_paper', 'in_records', 'time_interval', 'Part',
-           'Verdict', 'judge', 'judge_paper', 'judge_claim', 'first_few', 'judge_part', 'judge_paper_claim',
-           'show_number', 'accuracy', 'psnr', 'side', 'step_time', 'accuracy_claims', 'psnr_claims', 'cost_claims',
-           'side_claims', 'pooled', 'pool_sets', 'claims', 'nice_ticks', 'Chart', 'legend', 'figure', 'error_of',
-           'series', 'bits_figure', 'cost_figure', 'bar', 'time_figure', 'curves_figure', 'estimate_figure',
-           'crops_figure', 'progress', 'progress_html', 'run_link', 'interval_svg', 'css', 'part_row', 'claim_html',
-           'claims_html', 'several', 'hours', 'machine_html', 'runs_html', 'page', 'tiles', 'report_html',
-           'write_whole', 'write_report', 'claims_markdown', 'write_tables']
+           'paper_value', 'value_of', 'Measured', 'place', 'listing', 'Results', 'measure', 'Interval', 't_quantile',
+           't_interval', 'binomial', 'difference', 'time_taken', 'image_difference', 'spread', 'show_error',
+           'digits_of', 'Item', 'escape_markdown', 'escape_latex', 'Dialect', 'spans', 'Table', 'letter', 'to_text',
+           'to_markdown', 'to_latex', 'html_head', 'html_rows', 'to_html', 'ranks', 'our_item', 'details', 'paper_item',
+           'caption', 'results_table', 'stage_counts', 'strategies_table', 'runs_of', 'values_of', 'recipe_rows',
+           'recipe_table', 'make_table', 'table', 'all_tables', 'Compare', 'Claim', 'in_paper', 'in_records',
+           'time_interval', 'Part', 'Verdict', 'judge', 'judge_paper', 'judge_claim', 'first_few', 'judge_part',
+           'judge_paper_claim', 'show_number', 'accuracy', 'psnr', 'side', 'step_time', 'accuracy_claims',
+           'psnr_claims', 'cost_claims', 'side_claims', 'pooled', 'pool_sets', 'claims', 'nice_ticks', 'Chart',
+           'legend', 'figure', 'error_of', 'series', 'bits_figure', 'cost_figure', 'bar', 'time_figure',
+           'curves_figure', 'estimate_figure', 'crop_html', 'crops_figure', 'progress', 'progress_html', 'run_link',
+           'interval_svg', 'scale_of', 'css', 'part_row', 'claim_html', 'claims_html', 'several', 'hours',
+           'machine_html', 'runs_html', 'page', 'tiles', 'report_html', 'write_whole', 'write_report',
+           'claims_markdown', 'write_tables']
 
-# %% ../nbs/21_tables.ipynb #ffa5a563
+# %% ../nbs/21_tables.ipynb #ca64a1c5
 import html, os, re, tempfile, textwrap
 from base64 import b64encode
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import groupby
 from math import inf, isfinite, log10, sqrt
 from pathlib import Path
@@ -81,7 +83,7 @@ PAPER = {
         2  | Merged | 34.74 31.28 30.44 27.91
         2  | RepQ   | 34.89 31.36 30.50 28.00''', ('Set5', 'Set14', 'B100', 'U100'))}
 
-# %% ../nbs/21_tables.ipynb #b01194c3
+# %% ../nbs/21_tables.ipynb #161a144e
 PAPER |= {
     '4': read_printed('''
         ACNets | 100 200 100 -   195 150
@@ -89,10 +91,10 @@ PAPER |= {
         ('FP Plain', 'FP Re-parametrized', 'QAT Plain', 'QAT RepQ', 'QAT RepQ-BN', 'QAT RepQ-BNEst')),
     'side': read_printed('''
         Merged 8-bit RepVGG-A0, learning rate         | tenfold      | 68.65
-        Merged 8-bit RepVGG-A0, learning rate         | as Table S1  | 69.21
+        Merged 8-bit RepVGG-A0, learning rate         | regular      | 69.21
         4-bit OREPA-ResNet-18, learning rate of steps | tenfold      | 65.49
-        4-bit OREPA-ResNet-18, learning rate of steps | as Table S1  | 71.49
-        4-bit OREPA-ResNet-18, weight decay           | as Table S1  | 71.49
+        4-bit OREPA-ResNet-18, learning rate of steps | regular      | 71.49
+        4-bit OREPA-ResNet-18, weight decay           | regular      | 71.49
         4-bit OREPA-ResNet-18, weight decay           | half         | 72.15
         full-precision RepVGG-A0, norms that estimate | none         | -
         full-precision RepVGG-A0, norms that estimate | only on 1×1  | -
@@ -106,7 +108,7 @@ def paper_value(
     row = tuple(label.removesuffix(', PTQ').removesuffix(', QAT') for label in row)
     return PAPER.get(table, {}).get(row, {}).get(column)
 
-# %% ../nbs/21_tables.ipynb #ac168187
+# %% ../nbs/21_tables.ipynb #611dda9c
 def value_of(record:dict, table:str, column:str)->float:
     "The number that a record has for a column of a table: percent, dB, percent of the plain network's time"
     m = record['metrics']
@@ -128,9 +130,15 @@ class Measured:
     mean = property(lambda self: fmean(self.values.values()) if self.values else None)
     record = property(lambda self: self.found[min(self.values)].record if self.values else None)
 
-    def name(self)->str: return ', '.join(filter(None, (*self.address[1], self.address[2] if self.address[0] != 'side' else '')))
+    def name(self)->str:
+        "The place in words"
+        table, row, column = self.address
+        def at(bits): return 'in full precision' if bits == '32' else f'at {bits} bits'
+        if table == '2': return f'{row[0]} {row[1]} {at(column)}'
+        if table == '3': return f'ECBSR {row[1]} {at(row[0])}, {column}'.replace('  ', ' ')
+        return ', '.join(row + (column,)*(table == '4'))
 
-# %% ../nbs/21_tables.ipynb #e3a43806
+# %% ../nbs/21_tables.ipynb #980ce75d
 def place(cell, seen:dict)->tuple: # (table, row, column)
     "Where a cell belongs; a side experiment by its meaning, the n-th of its title"
     if cell.table != 'side': return cell.table, cell.row, cell.column
@@ -139,6 +147,12 @@ def place(cell, seen:dict)->tuple: # (table, row, column)
     seen[title] = seen.get(title, -1) + 1
     if seen[title] >= len(meanings): raise ValueError(f'the side experiment {title!r} has no row {seen[title] + 1} in PAPER["side"]: add it there')
     return 'side', (title, meanings[seen[title]]), cell.column
+
+@lru_cache(maxsize=None)
+def listing(profile:str, seeds:int)->tuple: # cells, runs with parents first
+    "What notebook 20 lists, once for a process: the report is written often"
+    listed = cells(profile, seeds=seeds)
+    return listed, graph(listed)
 
 class Results:
     "All places of a profile and the runs behind them"
@@ -150,10 +164,9 @@ class Results:
         if profile not in PROFILES: raise ValueError(f'profile must be one of {", ".join(PROFILES)}, got {profile!r}')
         self.profile, self.store, self.folder = profile, Store(root, profile), Path(root)/profile
         self.seeds = seeds or self.store.manifest().get('seeds') or SEEDS[profile]
-        seen, self._found, listed = {}, {}, cells(profile, seeds=self.seeds)
+        listed, self.runs = listing(profile, self.seeds)
+        seen, self._found, self._measured = {}, {}, {}
         self.cells = {place(c, seen): c for c in listed}
-        self.runs = graph(listed)
-        self._measured = {}
 
     def look(self, run):
         "What the store has of a run"
@@ -211,7 +224,7 @@ def t_interval(values, how='', floor=0.)->Interval: # floor: least standard devi
     n = len(values)
     return Interval(fmean(values), max(stdev(values), floor)/sqrt(n), n - 1, how)
 
-# %% ../nbs/21_tables.ipynb #623e6634
+# %% ../nbs/21_tables.ipynb #a2f6a3ed
 def binomial(p:float, n:int)->tuple: # shrunk proportion, its variance
     "A proportion with one success and one failure added"
     p = (p*n + 1)/(n + 2)
@@ -226,7 +239,7 @@ def difference(a:Measured, b:Measured)->Interval: # None: no error can be told
     if len(seeds) > 1: return t_interval(d, f'{len(seeds)} seeds', 100/ra['valid_size'] if 'valid_size' in ra else 0.)
     if 'valid_size' in ra:
         (pa, va), (pb, vb) = (binomial(m['best_accuracy'], m['valid_size']) for m in (ra, rb))
-        return Interval(d[0], 100*sqrt(va + vb), how=f'one seed, {ra["valid_size"]} validation images', centre=100*(pa - pb))
+        return Interval(d[0], 100*sqrt(va + vb), how=f'one seed, {ra["valid_size"]:,} validation images', centre=100*(pa - pb))
     if 'psnr' in ra: return image_difference([(ra, rb, column)])
     ta, tb = time_taken(a), time_taken(b)
     return ta and tb and Interval(d[0], sqrt(ta.error**2 + tb.error**2), min(ta.df, tb.df), ta.how)
@@ -244,14 +257,12 @@ def image_difference(
     d = [a['per_image'][c][i] - b['per_image'][c][i] for a, b, c in pairs for i in a['per_image'][c] if i in b['per_image'][c]]
     return t_interval(d, f'one seed, {len(d)} images') if len(d) > 1 else None
 
-# %% ../nbs/21_tables.ipynb #f69acf97
+# %% ../nbs/21_tables.ipynb #34583381
 def spread(m:Measured, results:Results)->str:
-    "What stands behind ± (or the range, for time), as text"
+    "What stands behind ±, as text; empty if it cannot be told"
     v = list(m.values.values())
-    if m.address[0] == '4' and len(v) == 1:
-        r = m.record['metrics']['relative'][m.address[2]]
-        return f'{100*r["low"]:.0f}–{100*r["high"]:.0f}' if r['low'] < r['high'] else ''
     if len(v) > 1: return show_error(stdev(v), digits_of(m))
+    if m.address[0] == '4': return show_error(time_taken(m).error, 0) if time_taken(m) else ''
     if m.address[0] != '3':
         metrics = m.record['metrics']
         return show_error(100*sqrt(binomial(metrics['best_accuracy'], metrics['valid_size'])[1]))
@@ -267,7 +278,7 @@ def digits_of(m:Measured)->int:
     "Digits after the point: two, and none for percent of time"
     return 0 if m.address[0] == '4' else 2
 
-# %% ../nbs/21_tables.ipynb #7fd88a80
+# %% ../nbs/21_tables.ipynb #9f0d5f40
 @dataclass(frozen=True)
 class Item:
     "What stands in one place of a table"
@@ -280,7 +291,7 @@ class Item:
 def escape_markdown(s): return re.sub(r'([\\`*_\[\]<>|~])', r'\\\1', ' '.join(s.split()))
 
 _latex = {'\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}', '±': r'$\pm$', '−': '$-$', '–': '--', '×': r'$\times$', '✓': r'\checkmark{}',
-          '≥': r'$\geq$', '≤': r'$\leq$', '…': r'\ldots{}', '<': r'\textless{}', '>': r'\textgreater{}', '·': r'$\cdot$', **{c: '\\' + c for c in '&%$#_{}'}}
+          '≥': r'$\geq$', '≤': r'$\leq$', '…': r'\ldots{}', '<': r'\textless{}', '>': r'\textgreater{}', '·': r'$\cdot$', '†': r'\dag{}', '’': "'", '“': '``', '”': "''", **{c: '\\' + c for c in '&%$#_{}'}}
 def escape_latex(s): return ''.join(_latex.get(c, c) for c in ' '.join(s.split()))
 
 @dataclass(frozen=True)
@@ -402,7 +413,7 @@ def to_latex(t:Table, base='')->str:
                       rf'\begin{{tabular}}{{{"l"*len(t.stubs)}{"r"*len(t.columns)}}}', r'\toprule', *head, r'\midrule', *body, r'\bottomrule', r'\end{tabular}',
                       *([rf'\par\footnotesize {notes}'] if notes else []), r'\end{table}']) + '\n'
 
-# %% ../nbs/21_tables.ipynb #e103fd95
+# %% ../nbs/21_tables.ipynb #212e7e4d
 def html_head(t:Table)->str:
     "Rows of the head: groups span their columns"
     levels, rows = len(t.columns[0]), []
@@ -435,7 +446,7 @@ def to_html(t:Table, base='')->str:
     "A table for a page"
     notes = ''.join(f'<li><sup>{l}</sup> {html.escape(n)}</li>' for n, l in t.letters.items())
     return '\n'.join([f'<div class="scroll" role="region" tabindex="0" aria-label="{html.escape(t.heading)}">', f'<table id="table-{t.number}">',
-                      f'<caption>{html.escape(t.heading)}</caption>', f'<thead>{html_head(t)}</thead>', '<tbody>', *html_rows(t, base), '</tbody></table></div>',
+                      f'<caption><span>{html.escape(t.heading)}</span></caption>', f'<thead>{html_head(t)}</thead>', '<tbody>', *html_rows(t, base), '</tbody></table></div>',
                       f'<p class="caption">{html.escape(t.caption)}</p>', f'<ul class="notes">{notes}</ul>' if notes else ''])
 
 # %% ../nbs/21_tables.ipynb #8eca0ea4
@@ -449,7 +460,7 @@ def ranks(values:dict, styles=('best', 'second'))->dict: # key -> style
     second = [k for k, v in values.items() if v is not None and len(order) > 1 and round(v, 2) == order[1]] if len(first) == 1 and 'second' in styles else []
     return {**dict.fromkeys(first, 'best'), **dict.fromkeys(second, 'second')}
 
-# %% ../nbs/21_tables.ipynb #71f85f7b
+# %% ../nbs/21_tables.ipynb #af18b6f1
 def our_item(m:Measured, results:Results, style='')->Item:
     "What we have in a place, as an item"
     if not m.values:
@@ -459,7 +470,7 @@ def our_item(m:Measured, results:Results, style='')->Item:
         word = 'no number' if not set(states) - set(USABLE) and states else 'not run' if word == 'missing' else word
         return Item(word, 'quiet', links[:1], '' if set(m.why) <= {'running', 'missing: was not run yet'} else '; '.join(m.why), '; '.join(m.why))
     error, text = spread(m, results), f'{m.mean:.{digits_of(m)}f}'
-    text += (f' ({error})' if '–' in error else f' ± {error}') if error else ''
+    text += f' ± {error}' if error else ''
     notes = [f'{len(m.values)} of {len(m.found)} seeds: ' + '; '.join(m.why)] if m.why else []
     if any(m.found[s].state == 'older code' for s in m.values): notes.append('measured by older code')
     return Item(text, style, tuple(filter(None, (results.link(m.found[s]) for s in sorted(m.values)))), '; '.join(notes), details(m))
@@ -476,7 +487,7 @@ def paper_item(address, style='')->Item:
     v = paper_value(address)
     return Item('–', 'quiet') if v is None else Item(f'{v:.0f}' if address[0] == '4' else f'{v:.2f}', style)
 
-# %% ../nbs/21_tables.ipynb #d91c8360
+# %% ../nbs/21_tables.ipynb #928c64b7
 TITLES = {'1': 'which stage is re-parametrized', '2': 'top-1 accuracy of quantization strategies', '3': 'PSNR of ECBSR-m4c8, twofold super-resolution',
           '4': 'training time on ResNet-18, relative to the plain network', 'S1': 'hyper-parameters', 'side': 'Side experiments of the supplement'}
 MEASURES = {'2': 'Accuracy in %, of the best validation epoch, as in the paper', 'side': 'Accuracy in %, of the best validation epoch', '4': 'Time of a training step in % of the plain network\'s',
@@ -486,18 +497,18 @@ def caption(number:str, results:Results, measured:list)->str:
     "What a table of results shows"
     m = next((m for m in measured if m.values), None)
     k, text = m.record['metrics'] if m else {}, [MEASURES[number] + '.']
-    if 'valid_size' in k: text.append(f'Ours: {m.cell.runs[0].settings["data"]}, {k["valid_size"]} validation images, chance is {100*k["chance"]:.0f} %; the paper: ImageNet.')
+    if 'valid_size' in k: text.append(f'Ours: {m.cell.runs[0].settings["data"]}, {k["valid_size"]:,} validation images, chance is {100*k["chance"]:.0f} %; the paper: ImageNet.')
     if number == '3' and k.get('stand_ins'):
         text.append('Ours: no benchmark sets in this profile, each column is a photograph that stands in: ' + ', '.join(f'{s}: {p}' for s, p in k['stand_ins'].items()) + '.')
     elif number == '3' and k: text.append('Ours: ' + ', '.join(f'{s}: {n} images' for s, n in k['images'].items()) + '.')
-    if number == '4' and k: text.append(f'Ours: median (and middle half) of {k["rounds"]} rounds in turns, batch of shape {"×".join(map(str, k["shape"]))}.')
+    if number == '4' and k: text.append(f'Ours: median of {k["rounds"]} rounds in turns, ± its standard error, batch of shape {"×".join(map(str, k["shape"]))}.')
     if results.seeds > 1 and number != '4': text.append(f'± is the standard deviation over {results.seeds} seeds.')
     elif k and number != '4': text.append('One seed: ± is ' + ('the binomial standard error of the validation set; the luck of training is not in it.' if 'valid_size' in k else
                           'the standard error, over images, of the difference from full precision; with one image there is none.'))
-    if any(m.cell.beyond for m in measured): text.append('Rows and columns marked “ours alone” go beyond the paper.')
+    if any(m.cell.beyond for m in measured): text.append('† ours, beyond the paper.')
     return ' '.join(text)
 
-# %% ../nbs/21_tables.ipynb #2a1aee69
+# %% ../nbs/21_tables.ipynb #b7dab403
 def results_table(number:str, results:Results)->Table:
     "Table 2, 3, 4 or the side experiments"
     places = {a: results.measured(a) for a in results.cells if a[0] == number}
@@ -505,8 +516,8 @@ def results_table(number:str, results:Results)->Table:
     rows = sorted(dict.fromkeys(a[1] for a in places), key=lambda r: groups.index(r[0]))
     beyond = {r: all(places[a].cell.beyond for a in places if a[1] == r) for r in rows}
     alone = {c: all(places[a].cell.beyond for a in places if a[2] == c) and number == '4' for c in names}
-    def words(c): return {'2': ('32 (FP)' if c == '32' else c,), '3': (c,), '4': tuple(c.split(' ', 1)), 'side': ()}[number]
-    columns = [(*words(c), who) for c in names for who in (('ours alone',) if alone[c] else ('ours', 'paper'))]
+    def words(c): return {'2': ('32 (FP)' if c == '32' else c,), '3': (c,), '4': tuple((c + ' †'*alone[c]).split(' ', 1)), 'side': ()}[number]
+    columns = [(*words(c), who) for c in names for who in (('ours',) if alone[c] else ('ours', 'paper'))]
     body, styles = [], {}
     for group in groups if number in RANKED else ():
         for c in names:
@@ -520,7 +531,7 @@ def results_table(number:str, results:Results)->Table:
             items.append(our_item(places[a], results, styles.get(('ours', a), '')) if a in places else Item('–', 'quiet'))
             if not alone[c]: items.append(paper_item(a, styles.get(('paper', a), '')))
         label = f'{row[-1]}: {places[number, row, "value"].cell.row[-1]}' if number == 'side' and row[-1] != places[number, row, 'value'].cell.row[-1] else row[-1]
-        body.append(((*row[:-1], label + (' (ours alone)' if beyond[row] else '')), items))
+        body.append(((*row[:-1], label + (' †' if beyond[row] else '')), items))
     stubs = {'2': ('Model', 'Method'), '3': ('Precision', 'Method'), '4': ('Block',), 'side': ('Experiment', 'Value')}[number]
     return Table(number, TITLES[number], caption(number, results, list(places.values())), stubs, columns, body, str(results.folder))
 
@@ -797,7 +808,7 @@ def psnr_claims()->list:
             Claim('8-bit quantization of re-parametrized models is lossless', 'Abstract, Section 6', (*lossless, *(
                 Compare(f'ECBSR, {s}: RepQ against FP', psnr('8', 'RepQ', s), psnr('32', '', s), sense='≥') for s in SETS)))]
 
-# %% ../nbs/21_tables.ipynb #e28b3581
+# %% ../nbs/21_tables.ipynb #733b00d4
 def cost_claims()->list:
     "What the paper says about bit-operations and training time"
     four = [(m, accuracy(m, v[0], '4'), accuracy(m, v[0], '8')) for m, v in VARIANTS.items()] + [('ECBSR', psnr('4', 'RepQ', 'Set5'), psnr('8', 'RepQ', 'Set5'))]
@@ -817,13 +828,13 @@ def cost_claims()->list:
 def side_claims()->list:
     "What the supplement says"
     lr, steps, decay, ones = dict.fromkeys(row[0] for row in PAPER['side'])
-    s1, ten = 'as Table S1', 'tenfold'
+    s1, ten = 'regular', 'tenfold' # as in Table S1, and ten times that
     merged8, merged4 = (accuracy('RepVGG-A0', 'Merged', b) for b in ('8', '4'))
-    return [Claim('Merged 8-bit RepVGG-A0 gains from a tenfold smaller learning rate', 'Supplement S1', (Compare('a tenth over ten times that', side(lr, s1), side(lr, ten)),),
+    return [Claim('Merged 8-bit RepVGG-A0 gains from a tenfold smaller learning rate', 'Supplement S1', (Compare('regular over tenfold', side(lr, s1), side(lr, ten)),),
                   (Compare(f'the supplement has {paper_value(side(lr, s1)):.2f}, Table 2 has {paper_value(merged8):.2f} at 8 bits and {paper_value(merged4):.2f} at 4', side(lr, s1), merged8, 'same', '≥'),)),
-            Claim('4-bit OREPA-ResNet-18 gains from a tenfold smaller learning rate of steps', 'Supplement S1', (Compare('a tenth over ten times that', side(steps, s1), side(steps, ten)),),
+            Claim('4-bit OREPA-ResNet-18 gains from a tenfold smaller learning rate of steps', 'Supplement S1', (Compare('regular over tenfold', side(steps, s1), side(steps, ten)),),
                   (Compare('the supplement’s 4-bit OREPA-ResNet-18 is that of Table 2', side(steps, s1), accuracy('OREPA-ResNet-18', 'RepQ', '4'), 'same', '≥'),)),
-            Claim('4-bit OREPA-ResNet-18 gains from half the weight decay', 'Supplement S1', (Compare('half over full', side(decay, 'half'), side(decay, s1)),)),
+            Claim('4-bit OREPA-ResNet-18 gains from half the weight decay', 'Supplement S1', (Compare('half over regular', side(decay, 'half'), side(decay, s1)),)),
             Claim('The estimate on 1×1 convolutions only is better than on all and on none', 'Supplement S2, a comment', tuple(
                 Compare(f'only on 1×1 over {other}', side(ones, 'only on 1×1'), side(ones, other)) for other in ('none', 'all')))]
 
@@ -849,9 +860,9 @@ def claims(profile='smoke', root='results', seeds:int=None, results:Results=None
     listed = (*accuracy_claims(), *psnr_claims(), *cost_claims(), *side_claims())
     return [judge_claim(pool_sets(c, results), results) for c in listed]
 
-# %% ../nbs/21_tables.ipynb #650806fa
+# %% ../nbs/21_tables.ipynb #7acb8b50
 MARKS = {'Plain': ('c1', 'square'), 'Merged': ('c2', 'triangle'), 'RepQ-BN': ('c3', 'circle'), 'RepQ': ('c3', 'circle'), '': ('c3', 'circle'), 'RepQ-BNEst': ('c4', 'diamond'),
-         'QARepVGG, PTQ': ('c5', 'cross'), 'QARepVGG, QAT': ('c5', 'plus'), 'RepQ-calibrated': ('c6', 'circle'), 'RepQ-sampled': ('c6', 'diamond'), 'PTQ': ('c5', 'cross')}
+         'QARepVGG, PTQ': ('c5', 'cross'), 'QARepVGG, QAT': ('c5', 'plus'), 'RepQ-calibrated': ('c6', 'circle'), 'RepQ-sampled': ('c6', 'diamond'), 'PTQ': ('c0', 'cross')}
 SHAPES = dict(square='M-3.5 -3.5h7v7h-7z', triangle='M0 -4.4L4.2 3.4H-4.2z', circle='M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z', diamond='M0 -5L5 0L0 5L-5 0z',
               cross='M-3.5 -3.5L3.5 3.5M-3.5 3.5L3.5 -3.5', plus='M-4.4 0H4.4M0 -4.4V4.4')
 
@@ -864,7 +875,7 @@ def nice_ticks(low:float, high:float, n=4)->list:
     first = -int(-low//step) if low >= 0 else int(low//step) + (low % step > 0)
     return [round(i*step, 10) for i in range(first, int(high//step) + 2) if low - 1e-9 <= i*step <= high + 1e-9]
 
-# %% ../nbs/21_tables.ipynb #11cd89b0
+# %% ../nbs/21_tables.ipynb #34de85da
 class Chart:
     "A small picture: a frame with ticks, and lines and marks in it"
     def __init__(self, title, xs, ys, xticks=None, x_label='', y_label='', log=False, width=300, height=210): # xs, ys: (low, high); xticks: [(x, text)]
@@ -872,7 +883,7 @@ class Chart:
         self.box = 46, 26, width - 12, height - 34 # left, top, right, bottom
         self.log, (self.x0, self.x1) = log, map(log10, xs) if log else xs
         pad = .06*(ys[1] - ys[0]) or .5
-        self.y0, self.y1 = ys[0] - pad, ys[1] + pad
+        self.y0, self.y1 = ys[0] - pad*(ys[0] != 0), ys[1] + pad # zero stays at the bottom
         left, top, right, bottom = self.box
         for y in nice_ticks(self.y0, self.y1): self.add(f'<path class="grid" d="M{left} {self.y(y):.1f}H{right}"/><text x="{left - 6}" y="{self.y(y) + 3.5:.1f}" text-anchor="end">{y:g}</text>')
         for x, text in xticks if xticks is not None else [(x, f'{x:g}') for x in nice_ticks(*xs)]:
@@ -897,7 +908,7 @@ class Chart:
     def svg(self)->str:
         "The picture, with its title as text for those who cannot see it"
         name = html.escape(self.title, quote=True)
-        return (f'<svg class="chart" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}"><text class="title" x="{self.box[0]}" y="13">{html.escape(self.title)}</text>'
+        return (f'<svg class="chart" width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}"><text class="title" x="{self.box[0]}" y="13">{html.escape(self.title)}</text>'
                 + ''.join(self.parts) + '</svg>')
 
 def legend(names, dashed=())->str:
@@ -909,11 +920,10 @@ def figure(charts:list, caption:str, names=())->str:
     "Charts side by side, with one legend and one caption"
     return f'<figure>{legend(names) if names else ""}<div class="charts">{"".join(c if isinstance(c, str) else c.svg() for c in charts)}</div><figcaption>{caption}</figcaption></figure>'
 
-# %% ../nbs/21_tables.ipynb #4a38e8d2
+# %% ../nbs/21_tables.ipynb #d597a25c
 def error_of(m:Measured, results:Results)->float:
     "The spread as a number, 0 if there is none"
-    text = spread(m, results)
-    return 0. if not text or '–' in text else float(text)
+    return float(spread(m, results) or 0)
 
 def series(results:Results)->dict: # model -> method -> [(bits, Measured)]
     "Accuracy by model and method, and PSNR on the first set as ECBSR"
@@ -932,7 +942,7 @@ def bits_figure(results:Results)->str:
         bits = sorted({b for points in methods.values() for b, _ in points}, reverse=True)
         values = [m.mean for points in methods.values() for _, m in points]
         ticks = [(i, 'FP' if b == 32 else f'{b}') for i, b in enumerate(bits)]
-        c = Chart(f'{model}, {"dB, Set5" if model == "ECBSR" else "accuracy %"}', (0, max(len(bits) - 1, 1)), (min(values), max(values)), ticks, 'bits')
+        c = Chart(f'{model}, {"dB, Set5" if model == "ECBSR" else "accuracy %"}', (-.3, max(len(bits) - 1, 1) + .3), (min(values), max(values)), ticks, 'bits')
         for k, (method, points) in enumerate(methods.items()):
             names[method] = 1
             points = sorted(((bits.index(b) + .035*(k - len(methods)/2), m) for b, m in points), key=lambda p: p[0])
@@ -941,7 +951,7 @@ def bits_figure(results:Results)->str:
         charts.append(c)
     return figure(charts, 'Quality against bits. Bars: the ± of Tables 2 and 3.', names) if charts else ''
 
-# %% ../nbs/21_tables.ipynb #dee862e1
+# %% ../nbs/21_tables.ipynb #223f77d4
 def cost_figure(results:Results)->str:
     "Quality against bit-operations of the quantized networks"
     groups, charts, names = {'RepVGG': ('RepVGG-A0', 'RepVGG-B0'), 'ResNet-18': ('AC-ResNet-18', 'OREPA-ResNet-18'), 'ECBSR': ('ECBSR',)}, [], {}
@@ -954,7 +964,7 @@ def cost_figure(results:Results)->str:
         xs, ys = zip(*((x, m.mean) for *_, ps in points for x, m, _ in ps))
         low, high = min(xs)/1.15, max(xs)*1.15
         ticks = [(v, f'{v:g}') for k in range(-3, 7) for v in (10.**k, 2*10.**k, 5*10.**k) if low <= v <= high]
-        c = Chart(f'{title}, {"dB, Set5" if title == "ECBSR" else "accuracy %"}', (low, high), (min(ys), max(ys)), ticks, 'million bit-operations for one input', log=True, width=340, height=230)
+        c = Chart(f'{title}, {"dB, Set5" if title == "ECBSR" else "accuracy %"}', (low, high), (min(ys), max(ys)), ticks, 'million bit-operations for one input', log=True, width=325, height=220)
         for model, method, ps in points:
             names[method] = 1
             hollow = model == models[0] and len(models) > 1
@@ -963,7 +973,7 @@ def cost_figure(results:Results)->str:
         charts.append(c)
     return figure(charts, 'Quality against bit-operations, at 8 and fewer bits. Hollow and dashed: RepVGG-A0 and AC-ResNet-18; filled: RepVGG-B0 and OREPA-ResNet-18.', names) if charts else ''
 
-# %% ../nbs/21_tables.ipynb #f72899f2
+# %% ../nbs/21_tables.ipynb #57f329b0
 def bar(c:Chart, x, y, color, width=16, title=''):
     "A bar from the bottom of a chart"
     c.add(f'<rect class="bar {color}" x="{c.x(x) - width/2:.1f}" y="{c.y(y):.1f}" width="{width}" height="{max(c.box[3] - c.y(y), 0):.1f}"><title>{html.escape(title)}</title></rect>')
@@ -975,8 +985,8 @@ def time_figure(results:Results)->str:
         m = [x for x in (results.measured(a) for a in results.cells if a[:2] == ('4', block)) if x.values]
         if not m: continue
         top = max([x.mean for x in m] + [paper_value(x.address) or 0 for x in m])
-        short = {'FP Re-parametrized': 'FP re-p.', 'QAT RepQ-BNEst': 'BNEst', 'QAT RepQ-BN': 'BN', 'QAT RepQ-calibrated': 'calibr.', 'QAT RepQ-sampled': 'sampled', 'QAT RepQ': 'RepQ'}
-        c = Chart(f'{block[0]}: % of plain', (-.4, len(m) - .6), (0, top), [(i, short.get(x.address[2], x.address[2])) for i, x in enumerate(m)], width=340)
+        short = {'FP Plain': 'FP', 'QAT Plain': 'QAT', 'FP Re-parametrized': 'FP rep.', 'QAT RepQ-BNEst': 'BNEst', 'QAT RepQ-BN': 'BN', 'QAT RepQ-calibrated': 'calibr.', 'QAT RepQ-sampled': 'sampled', 'QAT RepQ': 'RepQ'}
+        c = Chart(f'{block[0]}: % of plain', (-.4, len(m) - .6), (0, top), [(i, short.get(x.address[2], x.address[2])) for i, x in enumerate(m)], width=360)
         for i, x in enumerate(m):
             name = x.address[2].split(' ', 1)[1]
             bar(c, i, x.mean, MARKS.get(name, MARKS['Plain'])[0] if 'FP' not in x.address[2] else 'c0', 22, f'{x.address[2]}: {x.mean:.0f} %')
@@ -1007,7 +1017,7 @@ def curves_figure(results:Results)->str:
         charts.append(c)
     return figure(charts, 'Validation accuracy in % (ECBSR: PSNR in dB) after each epoch, first seed. The mark is the last epoch.', names) if charts else ''
 
-# %% ../nbs/21_tables.ipynb #693b5a24
+# %% ../nbs/21_tables.ipynb #93a91b81
 def estimate_figure(results:Results)->str:
     "Error of the variance estimate, layer by layer"
     charts, colors = [], {'32': 'c1', '8': 'c3', '4': 'c4'}
@@ -1020,7 +1030,7 @@ def estimate_figure(results:Results)->str:
         if not lines: continue
         values = [v for e in lines.values() for v in e.values()]
         n = max(map(len, lines.values()))
-        c = Chart(f'{model}, error by layer', (1, max(n, 2)), (0, max(values)), width=340)
+        c = Chart(f'{model}, error by layer', (1, max(n, 2)), (0, max(values)), width=325)
         for bits, errors in lines.items():
             points = list(enumerate(errors.values(), 1))
             c.line(points, colors[bits])
@@ -1029,18 +1039,21 @@ def estimate_figure(results:Results)->str:
     key = ''.join(f'<li><svg viewBox="-14 -7 28 14" aria-hidden="true"><path class="line {c}" d="M-13 0H13"/></svg>{"FP" if b == "32" else b + " bits"}</li>' for b, c in colors.items())
     return f'<figure><ul class="legend">{key}</ul>' + figure(charts, 'Relative error of the estimated variance (RepQ-BNEst), layer by layer from the input to the output.')[len('<figure>'):] if charts else ''
 
+def crop_html(file:Path, name:str, note='')->str:
+    "A picture with its name, inside the page"
+    data = b64encode(file.read_bytes()).decode()
+    return f'<div class="crop"><img alt="Detail of a photograph: {html.escape(name)}" src="data:image/png;base64,{data}"><span>{html.escape(name)}<br>{html.escape(note)}</span></div>'
+
 def crops_figure(results:Results)->str:
     "The same detail from every super-resolution network"
     images = []
-    for a, cell in results.cells.items():
-        if a[0] != '3' or a[2] != 'Set5': continue
-        m = results.measured(a)
-        file = m.values and Path(m.found[min(m.values)].folder)/'crop.png'
-        if not file or not file.exists(): continue
-        name = f'{a[1][0]} bits, {a[1][1]}' if a[1][0] != '32' else f'FP{", " + a[1][1] if a[1][1] else ""}'
-        images.append(f'<div class="crop"><img alt="Detail of a photograph scaled up by {html.escape(name)}" src="data:image/png;base64,{b64encode(file.read_bytes()).decode()}">'
-                      f'<span>{html.escape(name)}<br>{m.mean:.2f} dB</span></div>')
-    return f'<figure><div class="crops">{"".join(images)}</div><figcaption>The same detail, scaled up by each network, with its PSNR on Set5 (or what stands in for it).</figcaption></figure>' if images else ''
+    for a in sorted(results.cells, key=lambda a: -int(a[1][0]) if a[0] == '3' else 0):
+        m = results.measured(a) if a[0] == '3' and a[2] == 'Set5' else None
+        if not m or not m.values: continue
+        folder, (bits, method) = Path(m.found[min(m.values)].folder), a[1]
+        if a[1] == ('32', ''): images += [crop_html(folder/f'crop-{w}.png', w, n) for w, n in (('original', ''), ('bicubic', f'{m.record["metrics"]["bicubic"]["Set5"]:.2f} dB')) if (folder/f'crop-{w}.png').exists()]
+        if (folder/'crop.png').exists(): images.append(crop_html(folder/'crop.png', ', '.join(filter(None, ('FP' if bits == '32' else f'{bits} bits', method))), f'{m.mean:.2f} dB'))
+    return f'<figure><div class="crops">{"".join(images)}</div><figcaption>The same detail, scaled up by each network, with the PSNR on Set5 (or what stands in for it).</figcaption></figure>' if images else ''
 
 # %% ../nbs/21_tables.ipynb #724b58e8
 STATES = ('done', 'older code', 'running', 'interrupted', 'failed', 'corrupt', 'missing')
@@ -1068,41 +1081,46 @@ def run_link(run, found, results:Results)->str:
     link, name = results.link(found), f'<code>{html.escape(run.id)}</code>'
     return f'<a href="{html.escape(link)}">{name}</a>' if link else name
 
-# %% ../nbs/21_tables.ipynb #479fcce5
-def interval_svg(p:Part)->str:
-    "The interval of a comparison and its threshold, to scale"
-    low, high = p.ours.bounds()
-    marks = [low, high, p.ours.mid, p.compare.threshold] + ([p.paper] if p.paper is not None and p.compare.unit in ('%', 'times') else [])
-    start, size = min(marks), (max(marks) - min(marks)) or 1
-    def x(v): return f'{6 + 108*(v - start)/size:.1f}'
+# %% ../nbs/21_tables.ipynb #4f431ca3
+def interval_svg(p:Part, low:float, high:float)->str:
+    "The interval of a comparison and its threshold, on a scale from low to high"
+    def x(v): return f'{6 + 108*(v - low)/((high - low) or 1):.1f}'
+    a, b = p.ours.bounds()
     return (f'<svg class="interval" viewBox="0 0 120 16" aria-hidden="true"><path class="grid" d="M{x(p.compare.threshold)} 1V15"/>'
-            f'<path class="line {css(p.verdict)}" d="M{x(low)} 8H{x(high)}"/><circle class="mark {css(p.verdict)}" cx="{x(p.ours.mid)}" cy="8" r="3.5"/></svg>')
+            f'<path class="line {css(p.verdict)}" d="M{x(a)} 8H{x(b)}"/><circle class="mark {css(p.verdict)}" cx="{x(p.ours.mid)}" cy="8" r="3.5"/></svg>')
+
+def scale_of(parts)->tuple: # low, high
+    "One scale for the intervals of a claim and their thresholds"
+    marks = [x for p in parts if p.ours for x in (*p.ours.bounds(), p.ours.mid, p.compare.threshold)] or [0.]
+    return min(marks), max(marks)
 
 def css(words:str)->str: return words.split()[0] if words else 'open'
 
-def part_row(p:Part)->str:
+def part_row(p:Part, scale:tuple)->str:
     "One comparison as a row"
-    unit, c = p.compare.unit, p.compare
+    unit, c, picture = p.compare.unit, p.compare, ''
+    ours = f'<span class="quiet">{html.escape("; ".join(p.missing))}</span>'
     if p.ours:
         low, high = p.ours.bounds()
-        exact = low == high
-        ours = html.escape(show_number(p.ours.mid, unit)) + ('' if exact else f' <span class="pm">[{low:.2f}, {high:.2f}]</span>'.replace('-', '−').replace('class="pm"', 'class="pm"'))
-        how, picture = p.ours.how, '' if exact else interval_svg(p)
-    else: ours, how, picture = '<span class="quiet">missing</span>', '; '.join(p.missing), ''
+        ours = html.escape(show_number(p.ours.mid, unit)) + (f' <span class="pm">[{low:.2f}, {high:.2f}]</span>'.replace('-', '−') if low < high else '')
+        if low < high: picture = interval_svg(p, *scale)
     links = ' '.join(f'<a href="{html.escape(l)}" aria-label="notebook {i}">{i}</a>' for i, l in enumerate(p.links, 1))
     paper = '–' if p.paper is None else html.escape(show_number(p.paper, unit))
     want = f'{c.sense} {c.than:g}' + (f' (within {100*c.slack:.0f} %)' if c.slack else '')
-    return (f'<tr><th scope="row">{html.escape(c.what)}</th><td>{html.escape(want)}</td><td class="ours">{ours}</td><td>{picture}</td><td class="paper">{paper}</td>'
-            f'<td><span class="verdict {css(p.verdict)}">{p.verdict}</span></td><td class="how">{html.escape(how)}</td><td>{links}</td></tr>')
+    return (f'<tr><th scope="row">{html.escape(c.what)}</th><td>{html.escape(want)}</td><td class="{"ours" if p.ours else "why"}">{ours}</td><td>{picture}</td><td class="paper">{paper}</td>'
+            f'<td><span class="verdict {css(p.verdict)}">{p.verdict}</span></td><td>{links}</td></tr>')
 
 def claim_html(v:Verdict)->str:
     "A claim that opens to its evidence"
-    rows = ''.join(map(part_row, v.evidence))
-    paper = f'<span class="verdict {css(v.paper)}">paper: {v.paper}</span>' if v.paper != 'holds' else '<span class="verdict paper-holds">paper: holds</span>'
+    paper = f'<span class="verdict {css(v.paper) if v.paper != "holds" else "paper-holds"}">paper: {v.paper}</span>'
     why = f'<p>{html.escape(v.why[:1].upper() + v.why[1:])}.</p>' + (f'<p>The paper’s own numbers: {html.escape(v.paper_why)}.</p>' if v.paper_why else '')
-    head = ''.join(f'<th scope="col">{h}</th>' for h in ('Comparison', 'Claimed', 'Ours, 95 % interval', '', 'Paper', 'Verdict', 'From', 'Notebooks'))
+    head = ''.join(f'<th scope="col">{h}</th>' for h in ('Comparison', 'Claimed', 'Ours, 95 % interval', '<span class="hidden">Interval, drawn</span>', 'Paper', 'Verdict', 'Notebooks'))
+    rows, scales = '', {unit: scale_of([p for p in v.evidence if p.compare.unit == unit]) for unit in {p.compare.unit for p in v.evidence}}
+    for p in v.evidence: rows += part_row(p, scales[p.compare.unit])
+    how = '; '.join(dict.fromkeys(p.ours.how for p in v.evidence if p.ours))
     return (f'<details class="claim"><summary><span class="verdict {css(v.verdict)}">{v.verdict}</span> <span class="what">{html.escape(v.claim)}</span> {paper} <span class="where">{html.escape(v.where)}</span></summary>'
-            f'{why}<div class="scroll" role="region" tabindex="0" aria-label="Evidence: {html.escape(v.claim)}"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>')
+            f'{why}<div class="scroll" role="region" tabindex="0" aria-label="Evidence: {html.escape(v.claim)}"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+            + (f'<p class="caption">Ours from: {html.escape(how)}.</p>' if how else '') + '</details>')
 
 def claims_html(verdicts:list)->str:
     "All claims, and how many of each verdict"
@@ -1148,11 +1166,11 @@ def runs_html(results:Results)->str:
     return (f'<details><summary>All {len(rows)} runs</summary><div class="scroll" role="region" tabindex="0" aria-label="All runs"><table><thead><tr><th scope="col">Run</th><th scope="col">State</th><th scope="col">Time</th></tr></thead>'
             f'<tbody>{"".join(rows)}</tbody></table></div></details>')
 
-# %% ../nbs/21_tables.ipynb #da7fa54f
+# %% ../nbs/21_tables.ipynb #ecac3f03
 STYLE = '''
-:root{--ink:#1c2126;--soft:#5b6670;--faint:#8a949d;--page:#fff;--panel:#f6f7f8;--rule:#c9ced3;--hair:#e6e9eb;--link:#0b5cad;--good:#18794e;--bad:#b42318;--warn:#8a5a00;
+:root{--ink:#1c2126;--soft:#5b6670;--faint:#8a949d;--page:#fff;--panel:#f6f7f8;--rule:#c9ced3;--hair:#e6e9eb;--link:#0b5cad;--shade:#0002;--good:#18794e;--bad:#b42318;--warn:#8a5a00;
 --c0:#8a949d;--c1:#6b7680;--c2:#c9730a;--c3:#0b6bcb;--c4:#0a8f6c;--c5:#a8479b;--c6:#b08900}
-@media(prefers-color-scheme:dark){:root{--ink:#e4e8eb;--soft:#a3adb6;--faint:#77828c;--page:#14181b;--panel:#1b2024;--rule:#48525a;--hair:#2a3136;--link:#7cb8f5;--good:#5cc796;--bad:#ff8a7a;--warn:#e2b04a;
+@media(prefers-color-scheme:dark){:root{--ink:#e4e8eb;--soft:#a3adb6;--faint:#77828c;--page:#14181b;--panel:#1b2024;--rule:#48525a;--hair:#2a3136;--link:#7cb8f5;--shade:#000a;--good:#5cc796;--bad:#ff8a7a;--warn:#e2b04a;
 --c0:#77828c;--c1:#a3adb6;--c2:#f0a04b;--c3:#66aef5;--c4:#46cfa4;--c5:#dd8ad2;--c6:#dcb944}}
 *{box-sizing:border-box}html{color-scheme:light dark;-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
@@ -1163,23 +1181,23 @@ nav ul{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;padding:0;ma
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.75rem;margin:1.4rem 0}.tile{background:var(--panel);border-radius:8px;padding:.7rem .9rem}.tile b{display:block;font-size:1.5rem;line-height:1.2;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:.85rem}
 '''
 STYLE += '''
-.scroll{overflow-x:auto;margin:.9rem 0 .2rem}.scroll:focus-visible{outline:2px solid var(--link);outline-offset:2px}
-table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;border-bottom:1.5px solid var(--ink)}caption{text-align:left;font-weight:600;font-size:.95rem;padding-bottom:.5rem;white-space:nowrap}
+.scroll{overflow-x:auto;margin:.9rem 0 .2rem;background:linear-gradient(to right,var(--page) 40%,transparent) 0 0/3rem 100% no-repeat local,linear-gradient(to left,var(--page) 40%,transparent) 100% 0/3rem 100% no-repeat local,linear-gradient(to right,var(--shade),transparent) 0 0/.8rem 100% no-repeat scroll,linear-gradient(to left,var(--shade),transparent) 100% 0/.8rem 100% no-repeat scroll}.scroll:focus-visible{outline:2px solid var(--link);outline-offset:2px}
+table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;border-bottom:1.5px solid var(--ink)}caption{text-align:left;font-weight:600;font-size:.95rem;padding-bottom:.5rem}caption span{position:sticky;left:0;display:inline-block;max-width:min(100%,calc(100vw - 2.5rem))}
 th,td{padding:.26rem .6rem;text-align:right;white-space:nowrap;vertical-align:baseline}th{font-weight:500}thead th{color:var(--soft);border-bottom:1px solid var(--hair)}thead tr:first-child th{border-top:1.5px solid var(--ink)}thead tr:last-child th,thead th[rowspan]{border-bottom:1px solid var(--rule)}
 thead th[scope=colgroup]{text-align:center}tbody th,thead th[rowspan]{text-align:left}tbody th[scope=rowgroup]{vertical-align:top}tbody tr.group:not(:first-child)>*{border-top:1px solid var(--hair)}
 td.paper,th.paper{color:var(--soft);padding-left:.2rem}td.ours{padding-left:1.1rem}u{text-decoration-thickness:1px;text-underline-offset:3px}td sup{font-size:.7em;line-height:0}.seeds a{margin-left:.15em}.quiet{color:var(--faint)}.pm{color:var(--soft)}
 p.caption{color:var(--soft);font-size:.86rem;max-width:54rem}ul.notes{list-style:none;padding:0;margin:.2rem 0;color:var(--soft);font-size:.84rem;overflow-wrap:anywhere}
 #table-S1 td{white-space:normal;min-width:5.5rem}.facts{border:0}.facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}.facts th{color:var(--soft)}
 .verdict{display:inline-block;font-size:.78rem;font-weight:600;padding:.05rem .5rem;border-radius:99px;border:1px solid currentColor;white-space:nowrap}.verdict.holds{color:var(--good)}.verdict.does,.verdict.contradicts{color:var(--bad)}.verdict.cannot,.verdict.ties,.verdict.gives{color:var(--warn)}.verdict.paper-holds,.verdict.gives{color:var(--faint);font-weight:400}
-details.claim{border-top:1px solid var(--hair)}details.claim:last-of-type{border-bottom:1px solid var(--hair)}summary{cursor:pointer;padding:.5rem 0}.claim summary{display:flex;flex-wrap:wrap;gap:.25rem .7rem;align-items:baseline}.claim .what{flex:1 1 20rem}.claim summary>.verdict:first-child{min-width:8.2rem;text-align:center}.where{color:var(--faint);font-size:.82rem}.claim td.how{text-align:left;color:var(--soft);white-space:normal;min-width:11rem;overflow-wrap:anywhere}.claim th{text-align:left}
+details.claim{border-top:1px solid var(--hair)}details.claim:last-of-type{border-bottom:1px solid var(--hair)}summary{cursor:pointer;padding:.5rem 0}.claim summary{display:flex;flex-wrap:wrap;gap:.25rem .7rem;align-items:baseline}.claim .what{flex:1 1 20rem}.claim summary>.verdict:first-child{min-width:8.2rem;text-align:center}.where{color:var(--faint);font-size:.82rem}.claim td.why{text-align:left;white-space:normal;min-width:14rem;overflow-wrap:anywhere}.claim p.caption{margin-bottom:1rem}.hidden{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}.claim th{text-align:left}
 '''
 STYLE += '''
 .progress{display:flex;height:.55rem;border-radius:99px;overflow:hidden;background:var(--hair);max-width:46rem;margin:.7rem 0;gap:1px}.progress i{background:var(--hair)}.progress .done{background:var(--good)}.progress .older-code{background:var(--c6)}.progress .running,.progress .interrupted{background:var(--c3)}.progress .failed,.progress .corrupt{background:var(--bad)}.wrong{font-size:.9rem;overflow-wrap:anywhere}
-figure{margin:1.6rem 0 2.2rem}figcaption{color:var(--soft);font-size:.86rem;max-width:54rem;margin-top:.4rem}.charts{display:flex;flex-wrap:wrap;gap:.6rem 1rem}.chart{flex:0 1 auto;max-width:100%;height:auto}.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;padding:0;margin:0 0 .5rem;font-size:.85rem}.legend svg{width:28px;height:14px;vertical-align:-2px;margin-right:.35rem}
+figure{margin:.8rem 0 2.2rem}h3+figure .legend{margin-top:.2rem}figcaption{color:var(--soft);font-size:.86rem;max-width:54rem;margin-top:.4rem}.charts{display:flex;flex-wrap:wrap;gap:.6rem 1rem}.chart{flex:0 1 auto;max-width:100%;height:auto}.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;padding:0;margin:0 0 .5rem;font-size:.85rem}.legend svg{width:28px;height:14px;vertical-align:-2px;margin-right:.35rem}
 .chart text{font:10.5px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--soft)}.chart .title{font-size:12px;font-weight:600;fill:var(--ink)}.grid{stroke:var(--hair);fill:none}.axis{stroke:var(--rule);fill:none}.line{fill:none;stroke-width:1.6;stroke:var(--c)}.thin{stroke-width:1}.dashed{stroke-dasharray:4 3}.mark{fill:var(--c);stroke:var(--c);stroke-width:1}.mark.hollow{fill:var(--page)}.mark.cross,.mark.plus{fill:none;stroke-width:2}.bar{fill:var(--c);opacity:.85}path.paper{stroke:var(--ink);stroke-width:2;fill:none}
 .interval{width:120px;height:16px;vertical-align:middle}.interval .grid{stroke:var(--ink)}.holds{--c:var(--good)}.does{--c:var(--bad)}.cannot{--c:var(--warn)}.c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}
 .crops{display:grid;grid-template-columns:repeat(auto-fill,minmax(7.5rem,1fr));gap:.8rem}.crop img{width:100%;display:block;border-radius:4px;image-rendering:pixelated}.crop span{font-size:.82rem;color:var(--soft)}
-@media(max-width:36rem){body{font-size:15px}h1{font-size:1.5rem}main,header,footer{padding-left:1rem;padding-right:1rem}th,td{padding:.26rem .42rem}.charts .chart{flex:1 1 100%}}
+@media(max-width:36rem){body{font-size:15px}h1{font-size:1.5rem}main,header,footer{padding-left:1rem;padding-right:1rem}th,td{padding:.26rem .42rem}tbody th{white-space:normal;min-width:6.4rem;max-width:9rem}tbody th[scope=rowgroup]{min-width:4.6rem;max-width:5rem}td.ours{padding-left:.5rem}.claim tbody th{min-width:9rem}.claim summary>.verdict:first-child{min-width:0}.charts .chart{flex:1 1 100%}}
 @media print{.scroll{overflow:visible}details:not([open])>*:not(summary){display:block}}
 '''
 
