@@ -8,13 +8,13 @@ __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'O
            'syntax', 'notebook_code', 'code_hash', 'Run', 'spec_key', 'recipes', 'settings_for', 'Cell', 'classifier',
            'methods_of', 'table_2', 'super_resolution', 'table_3', 'table_4', 'side_table', 'cells', 'graph',
            'draw_graph', 'sha256', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'write_json', 'die_with',
-           'kernel_main', 'Forked', 'forkserver', 'can_fork', 'forking_manager', 'check_parameters', 'parameters',
+           'kernel_main', 'Forked', 'forkserver', 'can_fork', 'kernel_manager', 'check_parameters', 'parameters',
            'check_parent', 'Outcome', 'complete', 'execute', 'reason', 'effort', 'seconds_left', 'Batch', 'clock',
            'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'reproduce', 'open_executor', 'limited',
            'macs_of', 'gpu_hours']
 
-# %% ../nbs/20_runs.ipynb #6780a218
-import ast, hashlib, json, logging, os, shutil, signal, sys, time
+# %% ../nbs/20_runs.ipynb #6b08fcd4
+import ast, hashlib, json, logging, os, shutil, signal, sys, tempfile, time, weakref
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -401,7 +401,7 @@ class Forked:
     def kill(self): self.send_signal(signal.SIGKILL)
     def terminate(self): self.send_signal(signal.SIGTERM)
 
-# %% ../nbs/20_runs.ipynb #a1fcc753
+# %% ../nbs/20_runs.ipynb #d3d8990b
 @lru_cache(maxsize=None)
 def forkserver(): # multiprocessing context
     "The process that kernels are forked from, started when first asked for"
@@ -422,16 +422,21 @@ def can_fork(run:Run)->bool:
     return 'forkserver' in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon and run.profile != 'paper'
 
 @lru_cache(maxsize=None)
-def forking_manager(): # class
-    "A kernel manager whose kernels are forked"
+def kernel_manager(fork:bool): # class
+    "A kernel manager for kernels on this machine, forked or not"
     from jupyter_client import AsyncKernelManager
-    class ForkingManager(AsyncKernelManager):
+    class Manager(AsyncKernelManager):
+        def __init__(self, **kwargs): # over a socket file: two kernels that start at once could take the same TCP port
+            folder = tempfile.mkdtemp(prefix='repq-')
+            weakref.finalize(self, shutil.rmtree, folder, True)
+            super().__init__(**(kwargs if os.name == 'nt' else dict(transport='ipc', ip=f'{folder}/k', connection_file=f'{folder}/kernel.json') | kwargs))
         async def _async_launch_kernel(self, kernel_cmd, **kw): # the place that jupyter_client has for this
+            if not fork: return await super()._async_launch_kernel(kernel_cmd, **kw)
             p = self.provisioner
             p.process = Forked(kernel_cmd[kernel_cmd.index('ipykernel_launcher') + 1:], kw.get('env') or dict(os.environ), str(kw.get('cwd') or Path.cwd()))
             p.pid = p.pgid = p.process.pid # it leads a group of its own
             self._reconcile_connection_info(p.connection_info)
-    return ForkingManager
+    return Manager
 
 # %% ../nbs/20_runs.ipynb #0c974922
 def check_parameters(path, names):
@@ -462,7 +467,7 @@ class Outcome:
     why:str = ''
     seconds:float = 0.
 
-# %% ../nbs/20_runs.ipynb #7b760736
+# %% ../nbs/20_runs.ipynb #d5fe88a4
 def complete(run:Run, store:Store)->dict:
     "Check the record that a notebook left, name it, and put the folder in its place"
     work = store.work(run)
@@ -492,8 +497,8 @@ def execute(
         check_parameters(source, given)
         work.mkdir(parents=True, exist_ok=True)
         (work/'failed.json').unlink(missing_ok=True)
-        kernel = dict(kernel_manager_class=forking_manager()) if (can_fork(run) if fork is None else fork) else {}
-        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, cwd=str(source.parent), extra_arguments=['--log-level=50'], **kernel)
+        kernel = kernel_manager(can_fork(run) if fork is None else fork)
+        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, cwd=str(source.parent), extra_arguments=['--log-level=50'], kernel_manager_class=kernel)
         complete(run, store)
         return Outcome(run.id, 'done', seconds=time.time() - started)
     except Exception as e:

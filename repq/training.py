@@ -57,7 +57,7 @@ def read_json(path)->dict:
     try: return json.loads(Path(path).read_text(encoding='utf-8'))
     except (json.JSONDecodeError, UnicodeDecodeError) as e: raise ValueError(f'{path} is damaged ({e}): remove it to start again') from e
 
-# %% ../nbs/13_training.ipynb #2dfacca6
+# %% ../nbs/13_training.ipynb #f1eca023
 def pack_optimizer(opt)->tuple: # tensors by name, the rest
     "The state of a fastai optimizer, taken apart"
     state, tensors, rest = opt.state_dict(), {}, []
@@ -68,11 +68,12 @@ def pack_optimizer(opt)->tuple: # tensors by name, the rest
 
 def unpack_optimizer(opt, tensors:dict, rest:dict):
     "Give a fastai optimizer the state it had"
-    state = [dict(s) for s in rest['state']]
+    state, own = [dict(s) for s in rest['state']], len(opt.all_params())
+    if len(state) != own: raise ValueError(f'the checkpoint has {len(state)} parameters, the optimizer {own}')
+    params = opt.all_params().itemgot(0)
     for name, t in tensors.items():
         _, i, key = name.split('.', 2)
-        state[int(i)][key] = t
-    if len(state) != len(opt.state_dict()['state']): raise ValueError(f'the checkpoint has {len(state)} parameters, the optimizer {len(opt.state_dict()["state"])}')
+        state[int(i)][key] = t.to(params[int(i)].device)
     opt.load_state_dict(dict(state=state, hypers=rest['hypers']))
 
 # %% ../nbs/13_training.ipynb #bbabf8de
