@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAPER', 'USABLE', 'DIALECTS', 'RANKED', 'TITLES', 'MEASURES', 'RECIPE_OF', 'LOSSES', 'NUMBERS', 'FULL_BIT_OPS',
-           'HOLDS', 'FAILS', 'OPEN', 'VARIANTS', 'SETS', 'MARKS', 'SHAPES', 'STATES', 'STYLE', 'read_printed',
+           'HOLDS', 'FAILS', 'OPEN', 'VARIANTS', 'SETS', 'MARKS', 'SHAPES', 'SHORT', 'STATES', 'STYLE', 'read_printed',
            'paper_value', 'value_of', 'Measured', 'place', 'listing', 'Results', 'measure', 'Interval', 't_quantile',
            't_interval', 'binomial', 'difference', 'time_taken', 'image_difference', 'spread', 'show_error',
            'digits_of', 'Item', 'escape_markdown', 'escape_latex', 'Dialect', 'spans', 'Table', 'letter', 'to_text',
@@ -13,10 +13,10 @@ __all__ = ['PAPER', 'USABLE', 'DIALECTS', 'RANKED', 'TITLES', 'MEASURES', 'RECIP
            'recipe_table', 'make_table', 'table', 'all_tables', 'Compare', 'Claim', 'in_paper', 'in_records',
            'time_interval', 'Part', 'Verdict', 'judge', 'judge_paper', 'judge_claim', 'first_few', 'judge_part',
            'judge_paper_claim', 'show_number', 'accuracy', 'psnr', 'side', 'step_time', 'accuracy_claims',
-           'psnr_claims', 'cost_claims', 'side_claims', 'pooled', 'pool_sets', 'claims', 'nice_ticks', 'Chart',
-           'legend', 'figure', 'error_of', 'series', 'bits_figure', 'cost_figure', 'bar', 'time_figure',
-           'curves_figure', 'estimate_figure', 'crop_html', 'crops_figure', 'progress', 'progress_html', 'run_link',
-           'interval_svg', 'scale_of', 'css', 'part_row', 'claim_html', 'claims_html', 'several', 'hours',
+           'psnr_claims', 'cost_claims', 'side_claims', 'pooled', 'pool_sets', 'claims', 'nice_ticks', 'Chart', 'key',
+           'figure', 'method_keys', 'show_bits', 'error_of', 'series', 'bits_figure', 'cost_figure', 'bar',
+           'time_figure', 'curves_figure', 'estimate_figure', 'crop_html', 'crops_figure', 'progress', 'progress_html',
+           'run_link', 'interval_svg', 'scale_of', 'css', 'part_row', 'claim_html', 'claims_html', 'several', 'hours',
            'machine_html', 'runs_html', 'page', 'tiles', 'report_html', 'write_whole', 'write_report',
            'claims_markdown', 'write_tables']
 
@@ -138,7 +138,7 @@ class Measured:
         if table == '3': return f'ECBSR {row[1]} {at(row[0])}, {column}'.replace('  ', ' ')
         return ', '.join(row + (column,)*(table == '4'))
 
-# %% ../nbs/21_tables.ipynb #980ce75d
+# %% ../nbs/21_tables.ipynb #41bc0fa5
 def place(cell, seen:dict)->tuple: # (table, row, column)
     "Where a cell belongs; a side experiment by its meaning, the n-th of its title"
     if cell.table != 'side': return cell.table, cell.row, cell.column
@@ -154,6 +154,7 @@ def listing(profile:str, seeds:int)->tuple: # cells, runs with parents first
     listed = cells(profile, seeds=seeds)
     return listed, graph(listed)
 
+# %% ../nbs/21_tables.ipynb #abfbf933
 class Results:
     "All places of a profile and the runs behind them"
     def __init__(self,
@@ -278,7 +279,7 @@ def digits_of(m:Measured)->int:
     "Digits after the point: two, and none for percent of time"
     return 0 if m.address[0] == '4' else 2
 
-# %% ../nbs/21_tables.ipynb #9f0d5f40
+# %% ../nbs/21_tables.ipynb #5ab94ed0
 @dataclass(frozen=True)
 class Item:
     "What stands in one place of a table"
@@ -291,7 +292,8 @@ class Item:
 def escape_markdown(s): return re.sub(r'([\\`*_\[\]<>|~])', r'\\\1', ' '.join(s.split()))
 
 _latex = {'\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}', '±': r'$\pm$', '−': '$-$', '–': '--', '×': r'$\times$', '✓': r'\checkmark{}',
-          '≥': r'$\geq$', '≤': r'$\leq$', '…': r'\ldots{}', '<': r'\textless{}', '>': r'\textgreater{}', '·': r'$\cdot$', '†': r'\dag{}', '’': "'", '“': '``', '”': "''", **{c: '\\' + c for c in '&%$#_{}'}}
+          '≥': r'$\geq$', '≤': r'$\leq$', '…': r'\ldots{}', '<': r'\textless{}', '>': r'\textgreater{}', '†': r'\dag{}',
+          '·': r'$\cdot$', '’': "'", '“': '``', '”': "''", **{c: '\\' + c for c in '&%$#_{}'}}
 def escape_latex(s): return ''.join(_latex.get(c, c) for c in ' '.join(s.split()))
 
 @dataclass(frozen=True)
@@ -487,11 +489,11 @@ def paper_item(address, style='')->Item:
     v = paper_value(address)
     return Item('–', 'quiet') if v is None else Item(f'{v:.0f}' if address[0] == '4' else f'{v:.2f}', style)
 
-# %% ../nbs/21_tables.ipynb #928c64b7
+# %% ../nbs/21_tables.ipynb #65aa2c24
 TITLES = {'1': 'which stage is re-parametrized', '2': 'top-1 accuracy of quantization strategies', '3': 'PSNR of ECBSR-m4c8, twofold super-resolution',
           '4': 'training time on ResNet-18, relative to the plain network', 'S1': 'hyper-parameters', 'side': 'Side experiments of the supplement'}
-MEASURES = {'2': 'Accuracy in %, of the best validation epoch, as in the paper', 'side': 'Accuracy in %, of the best validation epoch', '4': 'Time of a training step in % of the plain network\'s',
-            '3': 'PSNR in dB, of the last epoch'}
+MEASURES = {'2': 'Accuracy in %, of the best validation epoch, as in the paper', 'side': 'Accuracy in %, of the best validation epoch',
+            '3': 'PSNR in dB, of the last epoch', '4': 'Time of a training step in % of the plain network’s'}
 
 def caption(number:str, results:Results, measured:list)->str:
     "What a table of results shows"
@@ -558,7 +560,7 @@ def strategies_table(results:Results)->Table:
     text = 'Ours: in how many of the finished runs at least one layer was (or no layer was) re-parametrized, counted in the trained networks.'
     return Table('1', TITLES['1'], text, ('Strategy',), [(*c.split(' ', 1), who) for c in columns for who in ('ours', 'paper')], rows, str(results.folder))
 
-# %% ../nbs/21_tables.ipynb #808d4733
+# %% ../nbs/21_tables.ipynb #7e270255
 RECIPE_OF = {'RepVGG-A0 & B0': 'repvgg', 'AC-ResNet-18': 'acnet', 'OREPA-ResNet-18': 'orepa', 'ECBSR': 'ecbsr'}
 LOSSES = dict(classify='cross entropy', super_resolution='mae') # of the experiments' notebooks
 
@@ -578,11 +580,12 @@ def recipe_rows(recipe:dict)->list: # of (name, the paper's text, which runs, na
     def full(r): return r.bits == 32
     def merged8(r): return (r.strategy, r.bits) == ('merged', 8)
     def quantized(r): return trained(r) and not full(r) and not merged8(r)
-    return [('Epochs', f'{recipe["epochs"]}', full, 'epochs'), ('Epochs of QAT', f'{recipe["epochs"]}', quantized, 'epochs'), ('Batch size', f'{recipe["batch_size"]}', trained, 'batch_size'),
-            ('Loss', recipe['loss'], trained, 'loss'), ('Label smoothing', f'{smoothing:g}', trained, 'label_smoothing'),
+    return [('Epochs', f'{recipe["epochs"]}', full, 'epochs'), ('Epochs of QAT', f'{recipe["epochs"]}', quantized, 'epochs'),
+            ('Batch size', f'{recipe["batch_size"]}', trained, 'batch_size'), ('Loss', recipe['loss'], trained, 'loss'), ('Label smoothing', f'{smoothing:g}', trained, 'label_smoothing'),
             ('Optimizer', recipe['optimizer'] + (f' {momentum}' if momentum else ''), trained, 'optimizer'), ('Schedule', recipe['schedule'], trained, 'schedule'),
             ('Warm-up, epochs', f'{warmup:g}', trained, 'warmup'), ('Weight decay', f'{recipe["weight_decay"]:g}', trained, 'weight_decay'),
-            ('FP learning rate', f'{recipe["lr"]:g}', full, 'lr'), ('Quantized learning rate', f'{recipe["lr_quantized"]:g}', quantized, 'lr'), ('Merged 8-bit learning rate', f'{recipe["lr_merged8"]:g}', merged8, 'lr'),
+            ('FP learning rate', f'{recipe["lr"]:g}', full, 'lr'), ('Quantized learning rate', f'{recipe["lr_quantized"]:g}', quantized, 'lr'),
+            ('Merged 8-bit learning rate', f'{recipe["lr_merged8"]:g}', merged8, 'lr'),
             *((f'{b}-bit step learning rate', f'{recipe["step_lr"][b]:g}', lambda r, b=b: r.bits == b and trained(r), 'step_lr') for b in (8, 4))]
 
 def recipe_table(results:Results)->Table:
@@ -623,14 +626,15 @@ def all_tables(profile='smoke', root='results', seeds:int=None, results:Results=
     results = results or Results(profile, root, seeds)
     return [make_table(n, results) for n in NUMBERS if n in ('1', 'S1') or any(a[0] == n for a in results.cells)]
 
-# %% ../nbs/21_tables.ipynb #7773813d
+# %% ../nbs/21_tables.ipynb #b0ced792
 @dataclass(frozen=True)
 class Compare:
     "One comparison: something of place `a` (and `b`) against a threshold"
     what:str
     a:tuple                # (table, row, column)
     b:tuple=None
-    of:str='difference'    # a − b | 'saving': 1 − a/b in % | 'value': a | 'bit_ops': how many times fewer bit-operations a has than b | 'same': both are one number | 'pooled': a − b over the images of all sets
+    of:str='difference'    # a − b | 'pooled': the same over the images of all sets | 'saving': 1 − a/b in % | 'value': a |
+                           # 'bit_ops': how many times fewer bit-operations a has than b | 'same': both are one number
     sense:str='>'          # '>' | '≥' | '≤'
     than:float=0.
     slack:float=0.         # part of the threshold that is forgiven: for a number that stands rounded in a text
@@ -769,7 +773,7 @@ def show_number(x:float, unit:str)->str:
     "A number with its sign, where that matters, and its unit"
     return f'{x:.2f} times' if unit == 'times' else f'{x:.0f} %' if unit == '%' else f'{x:+.2f} {unit}'.replace('-', '−')
 
-# %% ../nbs/21_tables.ipynb #2268e507
+# %% ../nbs/21_tables.ipynb #9df273f0
 VARIANTS = {'RepVGG-A0': ('RepQ-BN', 'RepQ-BNEst'), 'RepVGG-B0': ('RepQ-BN', 'RepQ-BNEst'), 'AC-ResNet-18': ('RepQ-BN', 'RepQ-BNEst'), 'OREPA-ResNet-18': ('RepQ',)}
 SETS = ('Set5', 'Set14', 'B100', 'U100')
 
@@ -785,17 +789,17 @@ def accuracy_claims()->list:
         for model, variants in VARIANTS.items() for bits in ('8', '4')]
     each = [(m, v) for m, vs in VARIANTS.items() for v in vs]
     bn = [m for m, vs in VARIANTS.items() if len(vs) == 2]
-    vgg = ('RepVGG-A0', 'RepVGG-B0')
+    qa = [(m, f'QARepVGG, {how}') for m in ('RepVGG-A0', 'RepVGG-B0') for how in ('PTQ', 'QAT')]
+    def over(text, section, what, pairs, **kwargs): return Claim(text, f'{section}, Table 2', tuple(Compare(what.format(*names), accuracy(*a), accuracy(*b), **kwargs) for names, a, b in pairs))
     return beats + [
-        Claim('Re-parametrized training beats plain training in full precision', 'Section 1, Table 2', tuple(Compare(f'{m}: {v} over Plain', accuracy(m, v, '32'), accuracy(m, 'Plain', '32')) for m, v in each)),
-        Claim('For all classifiers, 8-bit RepQ exceeds full precision', 'Section 5.2, Table 2', tuple(Compare(f'{m}: {v} over its FP', accuracy(m, v, '8'), accuracy(m, v, '32')) for m, v in each)),
-        Claim('The gap to QARepVGG at 8 bits exceeds 1 %', 'Section 5.2, Table 2', tuple(Compare(f'{m}: RepQ-BN over {q}', accuracy(m, 'RepQ-BN', '8'), accuracy(m, q, '8'), than=1.)
-              for m in vgg for q in ('QARepVGG, PTQ', 'QARepVGG, QAT'))),
-        Claim('QARepVGG loses accuracy at 8 bits', 'Section 5.2, Table 2', tuple(Compare(f'{m}: FP over {q}', accuracy(m, q, '32'), accuracy(m, q, '8')) for m in vgg for q in ('QARepVGG, PTQ', 'QARepVGG, QAT'))),
-        Claim('RepQ-BN is better than RepQ-BNEst at 8 bits', 'Section 5.2, Table 2', tuple(Compare(f'{m}: BN over BNEst', accuracy(m, 'RepQ-BN', '8'), accuracy(m, 'RepQ-BNEst', '8')) for m in bn)),
-        Claim('RepQ-BNEst is better than RepQ-BN at 4 bits', 'Section 5.2, Table 2', tuple(Compare(f'{m}: BNEst over BN', accuracy(m, 'RepQ-BNEst', '4'), accuracy(m, 'RepQ-BN', '4')) for m in bn)),
-        Claim('Merged is inferior to Plain on ResNet-18', 'Section 5.2, Table 2', tuple(Compare(f'{m}, {b} bits: Plain over Merged', accuracy(m, 'Plain', b), accuracy(m, 'Merged', b))
-              for m in ('AC-ResNet-18', 'OREPA-ResNet-18') for b in ('8', '4')))]
+        over('Re-parametrized training beats plain training in full precision', 'Section 1', '{}: {} over Plain', [((m, v), (m, v, '32'), (m, 'Plain', '32')) for m, v in each]),
+        over('For all classifiers, 8-bit RepQ exceeds full precision', 'Section 5.2', '{}: {} over its FP', [((m, v), (m, v, '8'), (m, v, '32')) for m, v in each]),
+        over('The gap to QARepVGG at 8 bits exceeds 1 %', 'Section 5.2', '{}: RepQ-BN over {}', [((m, q), (m, 'RepQ-BN', '8'), (m, q, '8')) for m, q in qa], than=1.),
+        over('QARepVGG loses accuracy at 8 bits', 'Section 5.2', '{}: FP over {}', [((m, q), (m, q, '32'), (m, q, '8')) for m, q in qa]),
+        over('RepQ-BN is better than RepQ-BNEst at 8 bits', 'Section 5.2', '{}: BN over BNEst', [((m,), (m, 'RepQ-BN', '8'), (m, 'RepQ-BNEst', '8')) for m in bn]),
+        over('RepQ-BNEst is better than RepQ-BN at 4 bits', 'Section 5.2', '{}: BNEst over BN', [((m,), (m, 'RepQ-BNEst', '4'), (m, 'RepQ-BN', '4')) for m in bn]),
+        over('Merged is inferior to Plain on ResNet-18', 'Section 5.2', '{}, {} bits: Plain over Merged',
+             [((m, b), (m, 'Plain', b), (m, 'Merged', b)) for m in ('AC-ResNet-18', 'OREPA-ResNet-18') for b in ('8', '4')])]
 
 # %% ../nbs/21_tables.ipynb #5ac834e5
 def psnr_claims()->list:
@@ -808,7 +812,7 @@ def psnr_claims()->list:
             Claim('8-bit quantization of re-parametrized models is lossless', 'Abstract, Section 6', (*lossless, *(
                 Compare(f'ECBSR, {s}: RepQ against FP', psnr('8', 'RepQ', s), psnr('32', '', s), sense='≥') for s in SETS)))]
 
-# %% ../nbs/21_tables.ipynb #733b00d4
+# %% ../nbs/21_tables.ipynb #b3a63fa7
 def cost_claims()->list:
     "What the paper says about bit-operations and training time"
     four = [(m, accuracy(m, v[0], '4'), accuracy(m, v[0], '8')) for m, v in VARIANTS.items()] + [('ECBSR', psnr('4', 'RepQ', 'Set5'), psnr('8', 'RepQ', 'Set5'))]
@@ -821,7 +825,8 @@ def cost_claims()->list:
             Claim('4-bit RepVGG-B0 is more accurate than 8-bit RepVGG-A0', 'Section 5.3', (Compare('B0 RepQ-BNEst at 4 bits over A0 RepQ-BN at 8 bits', b0, a0),)),
             Claim('RepQ-BNEst takes less training time than RepQ-BN', 'Section 5.2, Table 4', (Compare('time saved on ACNets', est, bn, 'saving'),)),
             Claim('RepQ-BNEst takes 25 % less training time than RepQ-BN', 'Section 5.2, Table 4', (Compare('time saved on ACNets', est, bn, 'saving', '≥', 25., .05),)),
-            Claim('Training takes no longer than Table 4 says', 'Table 4', tuple(Compare(f'{b}: {c}', step_time(b, c), None, 'value', '≤', paper_value(step_time(b, c)), .05) for b, c in over)),
+            Claim('Training takes no longer than Table 4 says', 'Table 4', tuple(
+                Compare(f'{b}: {c}', step_time(b, c), None, 'value', '≤', paper_value(step_time(b, c)), .05) for b, c in over)),
             Claim('RepQ lengthens training no more than re-parametrization does in full precision', 'Section 5.3', tuple(
                 Compare(f'{b}: FP Re-parametrized over {c}', step_time(b, 'FP Re-parametrized'), step_time(b, c), sense='≥') for b, c in grown))]
 
@@ -830,8 +835,9 @@ def side_claims()->list:
     lr, steps, decay, ones = dict.fromkeys(row[0] for row in PAPER['side'])
     s1, ten = 'regular', 'tenfold' # as in Table S1, and ten times that
     merged8, merged4 = (accuracy('RepVGG-A0', 'Merged', b) for b in ('8', '4'))
+    printed = 'the supplement has {:.2f}, Table 2 has {:.2f} at 8 bits and {:.2f} at 4'.format(*map(paper_value, (side(lr, s1), merged8, merged4)))
     return [Claim('Merged 8-bit RepVGG-A0 gains from a tenfold smaller learning rate', 'Supplement S1', (Compare('regular over tenfold', side(lr, s1), side(lr, ten)),),
-                  (Compare(f'the supplement has {paper_value(side(lr, s1)):.2f}, Table 2 has {paper_value(merged8):.2f} at 8 bits and {paper_value(merged4):.2f} at 4', side(lr, s1), merged8, 'same', '≥'),)),
+                  (Compare(printed, side(lr, s1), merged8, 'same', '≥'),)),
             Claim('4-bit OREPA-ResNet-18 gains from a tenfold smaller learning rate of steps', 'Supplement S1', (Compare('regular over tenfold', side(steps, s1), side(steps, ten)),),
                   (Compare('the supplement’s 4-bit OREPA-ResNet-18 is that of Table 2', side(steps, s1), accuracy('OREPA-ResNet-18', 'RepQ', '4'), 'same', '≥'),)),
             Claim('4-bit OREPA-ResNet-18 gains from half the weight decay', 'Supplement S1', (Compare('half over regular', side(decay, 'half'), side(decay, s1)),)),
@@ -875,7 +881,7 @@ def nice_ticks(low:float, high:float, n=4)->list:
     first = -int(-low//step) if low >= 0 else int(low//step) + (low % step > 0)
     return [round(i*step, 10) for i in range(first, int(high//step) + 2) if low - 1e-9 <= i*step <= high + 1e-9]
 
-# %% ../nbs/21_tables.ipynb #34de85da
+# %% ../nbs/21_tables.ipynb #4d2926cf
 class Chart:
     "A small picture: a frame with ticks, and lines and marks in it"
     def __init__(self, title, xs, ys, xticks=None, x_label='', y_label='', log=False, width=300, height=210): # xs, ys: (low, high); xticks: [(x, text)]
@@ -885,7 +891,8 @@ class Chart:
         pad = .06*(ys[1] - ys[0]) or .5
         self.y0, self.y1 = ys[0] - pad*(ys[0] != 0), ys[1] + pad # zero stays at the bottom
         left, top, right, bottom = self.box
-        for y in nice_ticks(self.y0, self.y1): self.add(f'<path class="grid" d="M{left} {self.y(y):.1f}H{right}"/><text x="{left - 6}" y="{self.y(y) + 3.5:.1f}" text-anchor="end">{y:g}</text>')
+        for y in nice_ticks(self.y0, self.y1):
+            self.add(f'<path class="grid" d="M{left} {self.y(y):.1f}H{right}"/><text x="{left - 6}" y="{self.y(y) + 3.5:.1f}" text-anchor="end">{y:g}</text>')
         for x, text in xticks if xticks is not None else [(x, f'{x:g}') for x in nice_ticks(*xs)]:
             self.add(f'<path class="axis" d="M{self.x(x):.1f} {bottom}v4"/><text x="{self.x(x):.1f}" y="{bottom + 15}" text-anchor="middle">{html.escape(text)}</text>')
         self.add(f'<path class="axis" d="M{left} {bottom}H{right}"/>')
@@ -903,24 +910,31 @@ class Chart:
     def mark(self, x, y, color='c1', shape='circle', title='', error=0., hollow=False, scale=1.):
         "One point, with an error bar; its title shows when it is pointed at"
         if error: self.add(f'<path class="line thin {color}" d="M{self.x(x):.1f} {self.y(y - error):.1f}V{self.y(y + error):.1f}"/>')
-        self.add(f'<path class="mark {color} {shape}{" hollow" if hollow else ""}" transform="translate({self.x(x):.1f} {self.y(y):.1f}) scale({scale})" d="{SHAPES[shape]}"><title>{html.escape(title)}</title></path>')
+        where = f'translate({self.x(x):.1f} {self.y(y):.1f}) scale({scale})'
+        self.add(f'<path class="mark {color} {shape}{" hollow" if hollow else ""}" transform="{where}" d="{SHAPES[shape]}"><title>{html.escape(title)}</title></path>')
 
     def svg(self)->str:
         "The picture, with its title as text for those who cannot see it"
         name = html.escape(self.title, quote=True)
-        return (f'<svg class="chart" width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}"><text class="title" x="{self.box[0]}" y="13">{html.escape(self.title)}</text>'
-                + ''.join(self.parts) + '</svg>')
+        return (f'<svg class="chart" width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}">'
+                f'<text class="title" x="{self.box[0]}" y="13">{name}</text>{"".join(self.parts)}</svg>')
 
-def legend(names, dashed=())->str:
-    "Marks and what they stand for"
-    keys = ''.join(f'<li><svg viewBox="-14 -7 28 14" aria-hidden="true"><path class="line {MARKS[n][0]}{" dashed" if n in dashed else ""}" d="M-13 0H13"/><path class="mark {MARKS[n][0]} {MARKS[n][1]}" d="{SHAPES[MARKS[n][1]]}"/></svg>{html.escape(n or "RepQ")}</li>' for n in names)
-    return f'<ul class="legend">{keys}</ul>'
+# %% ../nbs/21_tables.ipynb #e0831ef5
+def key(text:str, color:str, shape='')->str:
+    "One entry of a legend"
+    mark = f'<path class="mark {color} {shape}" d="{SHAPES[shape]}"/>' if shape else ''
+    return f'<li><svg viewBox="-14 -7 28 14" aria-hidden="true"><path class="line {color}" d="M-13 0H13"/>{mark}</svg>{html.escape(text)}</li>'
 
-def figure(charts:list, caption:str, names=())->str:
-    "Charts side by side, with one legend and one caption"
-    return f'<figure>{legend(names) if names else ""}<div class="charts">{"".join(c if isinstance(c, str) else c.svg() for c in charts)}</div><figcaption>{caption}</figcaption></figure>'
+def figure(charts:list, caption:str, keys=())->str:
+    "Charts side by side, with one legend and one caption; nothing if there are none"
+    legend = f'<ul class="legend">{"".join(keys)}</ul>' if keys else ''
+    return f'<figure>{legend}<div class="charts">{"".join(c.svg() for c in charts)}</div><figcaption>{html.escape(caption)}</figcaption></figure>' if charts else ''
 
-# %% ../nbs/21_tables.ipynb #d597a25c
+def method_keys(names)->list: return [key(n, *MARKS[n]) for n in names]
+
+# %% ../nbs/21_tables.ipynb #87919e60
+def show_bits(bits)->str: return 'FP' if int(bits) == 32 else f'{bits} bits'
+
 def error_of(m:Measured, results:Results)->float:
     "The spread as a number, 0 if there is none"
     return float(spread(m, results) or 0)
@@ -949,9 +963,9 @@ def bits_figure(results:Results)->str:
             c.line([(x, m.mean) for x, m in points], MARKS[method][0])
             for x, m in points: c.mark(x, m.mean, *MARKS[method], f'{method}: {m.mean:.2f}', error_of(m, results))
         charts.append(c)
-    return figure(charts, 'Quality against bits. Bars: the ± of Tables 2 and 3.', names) if charts else ''
+    return figure(charts, 'Quality against bits. Bars: the ± of Tables 2 and 3.', method_keys(names))
 
-# %% ../nbs/21_tables.ipynb #223f77d4
+# %% ../nbs/21_tables.ipynb #4a52afa4
 def cost_figure(results:Results)->str:
     "Quality against bit-operations of the quantized networks"
     groups, charts, names = {'RepVGG': ('RepVGG-A0', 'RepVGG-B0'), 'ResNet-18': ('AC-ResNet-18', 'OREPA-ResNet-18'), 'ECBSR': ('ECBSR',)}, [], {}
@@ -964,19 +978,23 @@ def cost_figure(results:Results)->str:
         xs, ys = zip(*((x, m.mean) for *_, ps in points for x, m, _ in ps))
         low, high = min(xs)/1.15, max(xs)*1.15
         ticks = [(v, f'{v:g}') for k in range(-3, 7) for v in (10.**k, 2*10.**k, 5*10.**k) if low <= v <= high]
-        c = Chart(f'{title}, {"dB, Set5" if title == "ECBSR" else "accuracy %"}', (low, high), (min(ys), max(ys)), ticks, 'million bit-operations for one input', log=True, width=325, height=220)
+        unit = 'dB, Set5' if title == 'ECBSR' else 'accuracy %'
+        c = Chart(f'{title}, {unit}', (low, high), (min(ys), max(ys)), ticks, 'million bit-operations for one input', log=True, width=325, height=220)
         for model, method, ps in points:
             names[method] = 1
             hollow = model == models[0] and len(models) > 1
             c.line([(x, m.mean) for x, m, _ in ps], MARKS[method][0], dashed=hollow)
             for x, m, b in ps: c.mark(x, m.mean, *MARKS[method], f'{model}, {method}, {b} bits: {m.mean:.2f}', hollow=hollow)
         charts.append(c)
-    return figure(charts, 'Quality against bit-operations, at 8 and fewer bits. Hollow and dashed: RepVGG-A0 and AC-ResNet-18; filled: RepVGG-B0 and OREPA-ResNet-18.', names) if charts else ''
+    text = 'Quality against bit-operations, at 8 and fewer bits. Hollow and dashed: RepVGG-A0 and AC-ResNet-18; filled: RepVGG-B0 and OREPA-ResNet-18.'
+    return figure(charts, text, method_keys(names))
 
-# %% ../nbs/21_tables.ipynb #57f329b0
+# %% ../nbs/21_tables.ipynb #9dbcc62d
 def bar(c:Chart, x, y, color, width=16, title=''):
     "A bar from the bottom of a chart"
     c.add(f'<rect class="bar {color}" x="{c.x(x) - width/2:.1f}" y="{c.y(y):.1f}" width="{width}" height="{max(c.box[3] - c.y(y), 0):.1f}"><title>{html.escape(title)}</title></rect>')
+
+SHORT = {'FP Plain': 'FP', 'QAT Plain': 'QAT', 'FP Re-parametrized': 'FP rep.', 'QAT RepQ': 'RepQ', 'QAT RepQ-calibrated': 'calibr.'}
 
 def time_figure(results:Results)->str:
     "Training time relative to plain, bars; the paper's as lines"
@@ -985,16 +1003,16 @@ def time_figure(results:Results)->str:
         m = [x for x in (results.measured(a) for a in results.cells if a[:2] == ('4', block)) if x.values]
         if not m: continue
         top = max([x.mean for x in m] + [paper_value(x.address) or 0 for x in m])
-        short = {'FP Plain': 'FP', 'QAT Plain': 'QAT', 'FP Re-parametrized': 'FP rep.', 'QAT RepQ-BNEst': 'BNEst', 'QAT RepQ-BN': 'BN', 'QAT RepQ-calibrated': 'calibr.', 'QAT RepQ-sampled': 'sampled', 'QAT RepQ': 'RepQ'}
-        c = Chart(f'{block[0]}: % of plain', (-.4, len(m) - .6), (0, top), [(i, short.get(x.address[2], x.address[2])) for i, x in enumerate(m)], width=360)
+        c = Chart(f'{block[0]}: % of plain', (-.4, len(m) - .6), (0, top), [(i, SHORT.get(x.address[2], x.address[2].split('-')[-1])) for i, x in enumerate(m)], width=360)
         for i, x in enumerate(m):
             name = x.address[2].split(' ', 1)[1]
             bar(c, i, x.mean, MARKS.get(name, MARKS['Plain'])[0] if 'FP' not in x.address[2] else 'c0', 22, f'{x.address[2]}: {x.mean:.0f} %')
             p = paper_value(x.address)
             if p: c.add(f'<path class="paper" d="M{c.x(i) - 15:.1f} {c.y(p):.1f}h30"><title>paper: {p:.0f} %</title></path>')
         charts.append(c)
-    return figure(charts, 'Time of a training step relative to the plain network of the same stage. Bars: ours; lines: the paper\'s, on two V100.') if charts else ''
+    return figure(charts, 'Time of a training step relative to the plain network of the same stage. Bars: ours; lines: the paper’s, on two V100.')
 
+# %% ../nbs/21_tables.ipynb #b75c8786
 def curves_figure(results:Results)->str:
     "The metric of every epoch, by network and precision"
     groups, names = {}, {}
@@ -1009,15 +1027,16 @@ def curves_figure(results:Results)->str:
     charts = []
     for (model, bits), methods in groups.items():
         xs, ys = zip(*(p for points in methods.values() for p in points))
-        c = Chart(f'{model}, {"FP" if bits == "32" else bits + " bits"}', (min(xs), max(max(xs), min(xs) + 1)), (min(ys), max(ys)), [(x, f'{x:g}') for x in nice_ticks(min(xs), max(xs)) if x == int(x)], width=230, height=160)
+        ticks = [(x, f'{x:g}') for x in nice_ticks(min(xs), max(xs)) if x == int(x)]
+        c = Chart(f'{model}, {show_bits(bits)}', (min(xs), max(max(xs), min(xs) + 1)), (min(ys), max(ys)), ticks, width=230, height=160)
         for method, points in methods.items():
             names[method] = 1
             c.line(points, MARKS[method][0])
             c.mark(*points[-1], *MARKS[method], f'{method}: {points[-1][1]:.2f}', scale=.7)
         charts.append(c)
-    return figure(charts, 'Validation accuracy in % (ECBSR: PSNR in dB) after each epoch, first seed. The mark is the last epoch.', names) if charts else ''
+    return figure(charts, 'Validation accuracy in % (ECBSR: PSNR in dB) after each epoch, first seed. The mark is the last epoch.', method_keys(names))
 
-# %% ../nbs/21_tables.ipynb #93a91b81
+# %% ../nbs/21_tables.ipynb #4ce3100e
 def estimate_figure(results:Results)->str:
     "Error of the variance estimate, layer by layer"
     charts, colors = [], {'32': 'c1', '8': 'c3', '4': 'c4'}
@@ -1034,10 +1053,10 @@ def estimate_figure(results:Results)->str:
         for bits, errors in lines.items():
             points = list(enumerate(errors.values(), 1))
             c.line(points, colors[bits])
-            for (x, y), name in zip(points, errors): c.mark(x, y, colors[bits], 'circle', f'{name}, {"FP" if bits == "32" else bits + " bits"}: {y:.2f}', scale=.6)
+            for (x, y), name in zip(points, errors): c.mark(x, y, colors[bits], 'circle', f'{name}, {show_bits(bits)}: {y:.2f}', scale=.6)
         charts.append(c)
-    key = ''.join(f'<li><svg viewBox="-14 -7 28 14" aria-hidden="true"><path class="line {c}" d="M-13 0H13"/></svg>{"FP" if b == "32" else b + " bits"}</li>' for b, c in colors.items())
-    return f'<figure><ul class="legend">{key}</ul>' + figure(charts, 'Relative error of the estimated variance (RepQ-BNEst), layer by layer from the input to the output.')[len('<figure>'):] if charts else ''
+    text = 'Relative error of the estimated variance (RepQ-BNEst), layer by layer from the input to the output.'
+    return figure(charts, text, [key(show_bits(b), c) for b, c in colors.items()])
 
 def crop_html(file:Path, name:str, note='')->str:
     "A picture with its name, inside the page"
@@ -1051,9 +1070,12 @@ def crops_figure(results:Results)->str:
         m = results.measured(a) if a[0] == '3' and a[2] == 'Set5' else None
         if not m or not m.values: continue
         folder, (bits, method) = Path(m.found[min(m.values)].folder), a[1]
-        if a[1] == ('32', ''): images += [crop_html(folder/f'crop-{w}.png', w, n) for w, n in (('original', ''), ('bicubic', f'{m.record["metrics"]["bicubic"]["Set5"]:.2f} dB')) if (folder/f'crop-{w}.png').exists()]
-        if (folder/'crop.png').exists(): images.append(crop_html(folder/'crop.png', ', '.join(filter(None, ('FP' if bits == '32' else f'{bits} bits', method))), f'{m.mean:.2f} dB'))
-    return f'<figure><div class="crops">{"".join(images)}</div><figcaption>The same detail, scaled up by each network, with the PSNR on Set5 (or what stands in for it).</figcaption></figure>' if images else ''
+        if a[1] == ('32', ''):
+            notes = {'original': '', 'bicubic': f'{m.record["metrics"]["bicubic"]["Set5"]:.2f} dB'}
+            images += [crop_html(folder/f'crop-{w}.png', w, note) for w, note in notes.items() if (folder/f'crop-{w}.png').exists()]
+        if (folder/'crop.png').exists(): images.append(crop_html(folder/'crop.png', ', '.join(filter(None, (show_bits(bits), method))), f'{m.mean:.2f} dB'))
+    text = 'The same detail, scaled up by each network, with the PSNR on Set5 (or what stands in for it).'
+    return f'<figure><div class="crops">{"".join(images)}</div><figcaption>{text}</figcaption></figure>' if images else ''
 
 # %% ../nbs/21_tables.ipynb #724b58e8
 STATES = ('done', 'older code', 'running', 'interrupted', 'failed', 'corrupt', 'missing')
@@ -1081,7 +1103,7 @@ def run_link(run, found, results:Results)->str:
     link, name = results.link(found), f'<code>{html.escape(run.id)}</code>'
     return f'<a href="{html.escape(link)}">{name}</a>' if link else name
 
-# %% ../nbs/21_tables.ipynb #4f431ca3
+# %% ../nbs/21_tables.ipynb #9db37345
 def interval_svg(p:Part, low:float, high:float)->str:
     "The interval of a comparison and its threshold, on a scale from low to high"
     def x(v): return f'{6 + 108*(v - low)/((high - low) or 1):.1f}'
@@ -1118,18 +1140,18 @@ def claim_html(v:Verdict)->str:
     rows, scales = '', {unit: scale_of([p for p in v.evidence if p.compare.unit == unit]) for unit in {p.compare.unit for p in v.evidence}}
     for p in v.evidence: rows += part_row(p, scales[p.compare.unit])
     how = '; '.join(dict.fromkeys(p.ours.how for p in v.evidence if p.ours))
-    return (f'<details class="claim"><summary><span class="verdict {css(v.verdict)}">{v.verdict}</span> <span class="what">{html.escape(v.claim)}</span> {paper} <span class="where">{html.escape(v.where)}</span></summary>'
-            f'{why}<div class="scroll" role="region" tabindex="0" aria-label="Evidence: {html.escape(v.claim)}"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return (f'<details class="claim"><summary><span class="verdict {css(v.verdict)}">{v.verdict}</span> <span class="what">{html.escape(v.claim)}</span> {paper} '
+            f'<span class="where">{html.escape(v.where)}</span></summary>{why}<div class="scroll" role="region" tabindex="0" aria-label="Evidence: {html.escape(v.claim)}"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
             + (f'<p class="caption">Ours from: {html.escape(how)}.</p>' if how else '') + '</details>')
 
 def claims_html(verdicts:list)->str:
     "All claims, and how many of each verdict"
     counts = ', '.join(f'{sum(v.verdict == w for v in verdicts)} {"hold" if w == HOLDS else "do not hold" if w == FAILS else w}' for w in (HOLDS, FAILS, OPEN))
     odd = sum(v.paper in ('ties', 'contradicts itself') for v in verdicts)
-    return (f'<p>{len(verdicts)} claims: {counts} at this scale. In {odd} of them the paper’s own numbers tie with the claim or contradict it. Verdicts are computed: a comparison holds when its whole 95 % interval lies beyond '
-            f'the threshold; a claim holds when all its comparisons do, and fails when one of <i>k</i> fails at 1 − 0.05/<i>k</i>.</p>' + ''.join(map(claim_html, verdicts)))
+    return (f'<p>{len(verdicts)} claims: {counts} at this scale. In {odd} of them the paper’s own numbers tie with the claim or contradict it. Verdicts are computed: '
+            'a comparison holds when its whole 95 % interval lies beyond the threshold; a claim holds when all its comparisons do, and fails when one of <i>k</i> fails at 1 − 0.05/<i>k</i>.</p>' + ''.join(map(claim_html, verdicts)))
 
-# %% ../nbs/21_tables.ipynb #42d241b4
+# %% ../nbs/21_tables.ipynb #0b425d2c
 def several(values)->str:
     "Different values, most frequent first"
     values = [str(v) for v in values if v not in (None, '')]
@@ -1145,7 +1167,8 @@ def machine_html(results:Results)->str:
     rows, batch = [], results.store.manifest()
     if batch:
         if batch.get('command'): rows.append(('Command', str(batch['command'])))
-        if batch.get('started'): rows.append(('Last batch', f'started {batch["started"]}' + (f', {hours(batch["seconds"])}' if batch.get('seconds') else '') + (f', {batch["workers"]} workers' if batch.get('workers') else '')))
+        parts = [f'started {batch["started"]}' if batch.get('started') else '', f'{hours(batch["seconds"])}' if batch.get('seconds') else '', f'{batch["workers"]} workers' if batch.get('workers') else '']
+        rows.append(('Last batch', ', '.join(filter(None, parts))))
     if records:
         cpu, wall = (sum(r.get('time', {}).get(k) or 0 for r in records) for k in ('cpu', 'wall'))
         rows.append(('All runs together', f'{hours(cpu)} of CPU time, {hours(wall)} one after the other'))
@@ -1154,7 +1177,8 @@ def machine_html(results:Results)->str:
         rows += [(k, several(e.get(k) for e in env)) for k in dict.fromkeys(k for e in env for k in e)]
         rows.append(('commit', several((r.get('commit') or '')[:10] for r in records)))
     if not rows: return '<p>No run has finished yet.</p>'
-    return '<div class="scroll"><table class="facts"><tbody>' + ''.join(f'<tr><th scope="row">{html.escape(k)}</th><td>{html.escape(v)}</td></tr>' for k, v in rows if v) + '</tbody></table></div>'
+    body = ''.join(f'<tr><th scope="row">{html.escape(k)}</th><td>{html.escape(v)}</td></tr>' for k, v in rows if v)
+    return f'<div class="scroll"><table class="facts"><tbody>{body}</tbody></table></div>'
 
 def runs_html(results:Results)->str:
     "Every run, with its state, time and notebook"
@@ -1163,45 +1187,79 @@ def runs_html(results:Results)->str:
         f = results.look(r)
         wall = ((f.record or {}).get('time') or {}).get('wall')
         rows.append(f'<tr><th scope="row">{run_link(r, f, results)}</th><td>{html.escape(f.state)}</td><td>{hours(wall) if wall else ""}</td></tr>')
-    return (f'<details><summary>All {len(rows)} runs</summary><div class="scroll" role="region" tabindex="0" aria-label="All runs"><table><thead><tr><th scope="col">Run</th><th scope="col">State</th><th scope="col">Time</th></tr></thead>'
+    head = ''.join(f'<th scope="col">{h}</th>' for h in ('Run', 'State', 'Time'))
+    return (f'<details><summary>All {len(rows)} runs</summary><div class="scroll" role="region" tabindex="0" aria-label="All runs"><table><thead><tr>{head}</tr></thead>'
             f'<tbody>{"".join(rows)}</tbody></table></div></details>')
 
-# %% ../nbs/21_tables.ipynb #ecac3f03
+# %% ../nbs/21_tables.ipynb #957bd9c4
 STYLE = '''
-:root{--ink:#1c2126;--soft:#5b6670;--faint:#8a949d;--page:#fff;--panel:#f6f7f8;--rule:#c9ced3;--hair:#e6e9eb;--link:#0b5cad;--shade:#0002;--good:#18794e;--bad:#b42318;--warn:#8a5a00;
---c0:#8a949d;--c1:#6b7680;--c2:#c9730a;--c3:#0b6bcb;--c4:#0a8f6c;--c5:#a8479b;--c6:#b08900}
-@media(prefers-color-scheme:dark){:root{--ink:#e4e8eb;--soft:#a3adb6;--faint:#77828c;--page:#14181b;--panel:#1b2024;--rule:#48525a;--hair:#2a3136;--link:#7cb8f5;--shade:#000a;--good:#5cc796;--bad:#ff8a7a;--warn:#e2b04a;
---c0:#77828c;--c1:#a3adb6;--c2:#f0a04b;--c3:#66aef5;--c4:#46cfa4;--c5:#dd8ad2;--c6:#dcb944}}
+:root{--ink:#1c2126;--soft:#56616b;--faint:#69747d;--page:#fff;--panel:#f6f7f8;--rule:#c9ced3;--hair:#e6e9eb;--link:#0b5cad;--shade:#0002;--good:#18794e;
+--bad:#b42318;--warn:#8a5a00;--c0:#8a949d;--c1:#6b7680;--c2:#c9730a;--c3:#0b6bcb;--c4:#0a8f6c;--c5:#a8479b;--c6:#b08900}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e8eb;--soft:#a3adb6;--faint:#87929c;--page:#14181b;--panel:#1b2024;--rule:#48525a;--hair:#2a3136;--link:#7cb8f5;
+--shade:#000a;--good:#5cc796;--bad:#ff8a7a;--warn:#e2b04a;--c0:#77828c;--c1:#a3adb6;--c2:#f0a04b;--c3:#66aef5;--c4:#46cfa4;--c5:#dd8ad2;--c6:#dcb944}}
 *{box-sizing:border-box}html{color-scheme:light dark;-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 main,header,footer{max-width:66rem;margin:0 auto;padding:0 1.25rem}header{padding-top:2.5rem}footer{padding-bottom:3rem;color:var(--soft);font-size:.85rem}
-h1{font-size:1.9rem;line-height:1.2;margin:0 0 .3rem;letter-spacing:-.015em}h2{font-size:1.3rem;margin:3rem 0 .6rem;padding-top:.9rem;border-top:1px solid var(--hair);letter-spacing:-.01em}h3{font-size:1rem;margin:1.6rem 0 .4rem}
-p{max-width:46rem;margin:.5rem 0}.lead{color:var(--soft);margin-top:0}a{color:var(--link);text-decoration:none}a:hover,a:focus{text-decoration:underline}code{font:.86em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
+h1{font-size:1.9rem;line-height:1.2;margin:0 0 .3rem;letter-spacing:-.015em}
+h2{font-size:1.3rem;margin:3rem 0 .6rem;padding-top:.9rem;border-top:1px solid var(--hair);letter-spacing:-.01em}h3{font-size:1rem;margin:1.6rem 0 .4rem}
+p{max-width:46rem;margin:.5rem 0}.lead{color:var(--soft);margin-top:0}a{color:var(--link);text-decoration:none}a:hover,a:focus{text-decoration:underline}
+code{font:.86em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 nav ul{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;padding:0;margin:1rem 0 0;font-size:.92rem}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.75rem;margin:1.4rem 0}.tile{background:var(--panel);border-radius:8px;padding:.7rem .9rem}.tile b{display:block;font-size:1.5rem;line-height:1.2;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:.85rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.75rem;margin:1.4rem 0}
+.tile{background:var(--panel);border-radius:8px;padding:.7rem .9rem}.tile b{display:block;font-size:1.5rem;line-height:1.2;font-variant-numeric:tabular-nums}
+.tile span{color:var(--soft);font-size:.85rem}
 '''
+
+# %% ../nbs/21_tables.ipynb #b144fad9
 STYLE += '''
-.scroll{overflow-x:auto;margin:.9rem 0 .2rem;background:linear-gradient(to right,var(--page) 40%,transparent) 0 0/3rem 100% no-repeat local,linear-gradient(to left,var(--page) 40%,transparent) 100% 0/3rem 100% no-repeat local,linear-gradient(to right,var(--shade),transparent) 0 0/.8rem 100% no-repeat scroll,linear-gradient(to left,var(--shade),transparent) 100% 0/.8rem 100% no-repeat scroll}.scroll:focus-visible{outline:2px solid var(--link);outline-offset:2px}
-table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;border-bottom:1.5px solid var(--ink)}caption{text-align:left;font-weight:600;font-size:.95rem;padding-bottom:.5rem}caption span{position:sticky;left:0;display:inline-block;max-width:min(100%,calc(100vw - 2.5rem))}
-th,td{padding:.26rem .6rem;text-align:right;white-space:nowrap;vertical-align:baseline}th{font-weight:500}thead th{color:var(--soft);border-bottom:1px solid var(--hair)}thead tr:first-child th{border-top:1.5px solid var(--ink)}thead tr:last-child th,thead th[rowspan]{border-bottom:1px solid var(--rule)}
-thead th[scope=colgroup]{text-align:center}tbody th,thead th[rowspan]{text-align:left}tbody th[scope=rowgroup]{vertical-align:top}tbody tr.group:not(:first-child)>*{border-top:1px solid var(--hair)}
-td.paper,th.paper{color:var(--soft);padding-left:.2rem}td.ours{padding-left:1.1rem}u{text-decoration-thickness:1px;text-underline-offset:3px}td sup{font-size:.7em;line-height:0}.seeds a{margin-left:.15em}.quiet{color:var(--faint)}.pm{color:var(--soft)}
-p.caption{color:var(--soft);font-size:.86rem;max-width:54rem}ul.notes{list-style:none;padding:0;margin:.2rem 0;color:var(--soft);font-size:.84rem;overflow-wrap:anywhere}
-#table-S1 td{white-space:normal;min-width:5.5rem}.facts{border:0}.facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}.facts th{color:var(--soft)}
-.verdict{display:inline-block;font-size:.78rem;font-weight:600;padding:.05rem .5rem;border-radius:99px;border:1px solid currentColor;white-space:nowrap}.verdict.holds{color:var(--good)}.verdict.does,.verdict.contradicts{color:var(--bad)}.verdict.cannot,.verdict.ties,.verdict.gives{color:var(--warn)}.verdict.paper-holds,.verdict.gives{color:var(--faint);font-weight:400}
-details.claim{border-top:1px solid var(--hair)}details.claim:last-of-type{border-bottom:1px solid var(--hair)}summary{cursor:pointer;padding:.5rem 0}.claim summary{display:flex;flex-wrap:wrap;gap:.25rem .7rem;align-items:baseline}.claim .what{flex:1 1 20rem}.claim summary>.verdict:first-child{min-width:8.2rem;text-align:center}.where{color:var(--faint);font-size:.82rem}.claim td.why{text-align:left;white-space:normal;min-width:14rem;overflow-wrap:anywhere}.claim p.caption{margin-bottom:1rem}.hidden{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}.claim th{text-align:left}
+.scroll{overflow-x:auto;margin:.9rem 0 .2rem;background:linear-gradient(to right,var(--page) 40%,transparent) 0 0/3rem 100% no-repeat local,linear-gradient(to left,
+var(--page) 40%,transparent) 100% 0/3rem 100% no-repeat local,linear-gradient(to right,var(--shade),transparent) 0 0/.8rem 100% no-repeat scroll,
+linear-gradient(to left,var(--shade),transparent) 100% 0/.8rem 100% no-repeat scroll}.scroll:focus-visible{outline:2px solid var(--link);outline-offset:2px}
+table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;border-bottom:1.5px solid var(--ink)}
+caption{text-align:left;font-weight:600;font-size:.95rem;padding-bottom:.5rem}
+caption span{position:sticky;left:0;display:inline-block;max-width:min(100%,calc(100vw - 2.5rem))}
+th,td{padding:.26rem .6rem;text-align:right;white-space:nowrap;vertical-align:baseline}th{font-weight:500}
+thead th{color:var(--soft);border-bottom:1px solid var(--hair)}thead tr:first-child th{border-top:1.5px solid var(--ink)}
+thead tr:last-child th,thead th[rowspan]{border-bottom:1px solid var(--rule)}thead th[scope=colgroup]{text-align:center}tbody th,thead th[rowspan]{text-align:left}
+tbody th[scope=rowgroup]{vertical-align:top}.scroll tbody th[scope=row]{position:sticky;left:0;background:var(--page)}tbody tr.group:not(:first-child)>*{border-top:1px solid var(--hair)}
+td.paper,th.paper{color:var(--soft);padding-left:.2rem}td.ours{padding-left:1.1rem}u{text-decoration-thickness:1px;text-underline-offset:3px}
+td sup{font-size:.7em;line-height:0}.seeds a{margin-left:.15em}.quiet{color:var(--faint)}.pm{color:var(--soft)}
+p.caption{color:var(--soft);font-size:.86rem;max-width:54rem}
+ul.notes{list-style:none;padding:0;margin:.2rem 0;color:var(--soft);font-size:.84rem;overflow-wrap:anywhere}#table-S1 td{white-space:normal;min-width:5.5rem}
+.facts{border:0}.facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}.facts th{color:var(--soft)}
+.verdict{display:inline-block;font-size:.78rem;font-weight:600;padding:.05rem .5rem;border-radius:99px;border:1px solid currentColor;white-space:nowrap}
+.verdict.holds{color:var(--good)}.verdict.does,.verdict.contradicts{color:var(--bad)}.verdict.cannot,.verdict.ties,.verdict.gives{color:var(--warn)}
+.verdict.paper-holds,.verdict.gives{color:var(--faint);font-weight:400}details.claim{border-top:1px solid var(--hair)}
+details.claim:last-of-type{border-bottom:1px solid var(--hair)}summary{cursor:pointer;padding:.5rem 0}
+.claim summary{display:flex;flex-wrap:wrap;gap:.25rem .7rem;align-items:baseline}.claim .what{flex:1 1 20rem}
+.claim summary>.verdict:first-child{min-width:8.2rem;text-align:center}.where{color:var(--faint);font-size:.82rem}
+.claim td.why{text-align:left;white-space:normal;min-width:14rem;overflow-wrap:anywhere}.claim p.caption{margin-bottom:1rem}
+.hidden{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}.claim th{text-align:left}
 '''
+
+# %% ../nbs/21_tables.ipynb #6080260b
 STYLE += '''
-.progress{display:flex;height:.55rem;border-radius:99px;overflow:hidden;background:var(--hair);max-width:46rem;margin:.7rem 0;gap:1px}.progress i{background:var(--hair)}.progress .done{background:var(--good)}.progress .older-code{background:var(--c6)}.progress .running,.progress .interrupted{background:var(--c3)}.progress .failed,.progress .corrupt{background:var(--bad)}.wrong{font-size:.9rem;overflow-wrap:anywhere}
-figure{margin:.8rem 0 2.2rem}h3+figure .legend{margin-top:.2rem}figcaption{color:var(--soft);font-size:.86rem;max-width:54rem;margin-top:.4rem}.charts{display:flex;flex-wrap:wrap;gap:.6rem 1rem}.chart{flex:0 1 auto;max-width:100%;height:auto}.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;padding:0;margin:0 0 .5rem;font-size:.85rem}.legend svg{width:28px;height:14px;vertical-align:-2px;margin-right:.35rem}
-.chart text{font:10.5px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--soft)}.chart .title{font-size:12px;font-weight:600;fill:var(--ink)}.grid{stroke:var(--hair);fill:none}.axis{stroke:var(--rule);fill:none}.line{fill:none;stroke-width:1.6;stroke:var(--c)}.thin{stroke-width:1}.dashed{stroke-dasharray:4 3}.mark{fill:var(--c);stroke:var(--c);stroke-width:1}.mark.hollow{fill:var(--page)}.mark.cross,.mark.plus{fill:none;stroke-width:2}.bar{fill:var(--c);opacity:.85}path.paper{stroke:var(--ink);stroke-width:2;fill:none}
-.interval{width:120px;height:16px;vertical-align:middle}.interval .grid{stroke:var(--ink)}.holds{--c:var(--good)}.does{--c:var(--bad)}.cannot{--c:var(--warn)}.c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}
-.crops{display:grid;grid-template-columns:repeat(auto-fill,minmax(7.5rem,1fr));gap:.8rem}.crop img{width:100%;display:block;border-radius:4px;image-rendering:pixelated}.crop span{font-size:.82rem;color:var(--soft)}
-@media(max-width:36rem){body{font-size:15px}h1{font-size:1.5rem}main,header,footer{padding-left:1rem;padding-right:1rem}th,td{padding:.26rem .42rem}tbody th{white-space:normal;min-width:6.4rem;max-width:9rem}tbody th[scope=rowgroup]{min-width:4.6rem;max-width:5rem}td.ours{padding-left:.5rem}.claim tbody th{min-width:9rem}.claim summary>.verdict:first-child{min-width:0}.charts .chart{flex:1 1 100%}}
+.progress{display:flex;height:.55rem;border-radius:99px;overflow:hidden;background:var(--hair);max-width:46rem;margin:.7rem 0;gap:1px}
+.progress i{background:var(--hair)}.progress .done{background:var(--good)}.progress .older-code{background:var(--c6)}
+.progress .running,.progress .interrupted{background:var(--c3)}.progress .failed,.progress .corrupt{background:var(--bad)}
+.wrong{font-size:.9rem;overflow-wrap:anywhere}figure{margin:.8rem 0 2.2rem}h3+figure .legend{margin-top:.2rem}
+figcaption{color:var(--soft);font-size:.86rem;max-width:54rem;margin-top:.4rem}.charts{display:flex;flex-wrap:wrap;gap:.6rem 1rem}
+.chart{flex:0 1 auto;max-width:100%;height:auto}.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;padding:0;margin:0 0 .5rem;font-size:.85rem}
+.legend svg{width:28px;height:14px;vertical-align:-2px;margin-right:.35rem}
+.chart text{font:10.5px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--soft)}.chart .title{font-size:12px;font-weight:600;fill:var(--ink)}
+.grid{stroke:var(--hair);fill:none}.axis{stroke:var(--rule);fill:none}.line{fill:none;stroke-width:1.6;stroke:var(--c)}.thin{stroke-width:1}
+.dashed{stroke-dasharray:4 3}.mark{fill:var(--c);stroke:var(--c);stroke-width:1}.mark.hollow{fill:var(--page)}.mark.cross,.mark.plus{fill:none;stroke-width:2}
+.bar{fill:var(--c);opacity:.85}path.paper{stroke:var(--ink);stroke-width:2;fill:none}.interval{width:120px;height:16px;vertical-align:middle}
+.interval .grid{stroke:var(--ink)}.holds{--c:var(--good)}.does{--c:var(--bad)}.cannot{--c:var(--warn)}.c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}
+.c3{--c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.crops{display:grid;grid-template-columns:repeat(auto-fill,minmax(7.5rem,1fr));gap:.8rem}
+.crop img{width:100%;display:block;border-radius:4px;image-rendering:pixelated}.crop span{font-size:.82rem;color:var(--soft)}
+@media(max-width:36rem){body{font-size:15px}h1{font-size:1.5rem}main,header,footer{padding-left:1rem;padding-right:1rem}th,td{padding:.26rem .42rem}
+tbody th{white-space:normal;min-width:6.4rem;max-width:9rem}tbody th[scope=rowgroup]{min-width:4.6rem;max-width:5rem}td.ours{padding-left:.5rem}
+.claim tbody th{min-width:9rem}.claim summary>.verdict:first-child{min-width:0}.charts .chart{flex:1 1 100%}}
 @media print{.scroll{overflow:visible}details:not([open])>*:not(summary){display:block}}
 '''
 
-# %% ../nbs/21_tables.ipynb #0232882f
+# %% ../nbs/21_tables.ipynb #a2996deb
 def page(title:str, body:str)->str:
     "A page that needs nothing from elsewhere"
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(title)}</title>'
@@ -1211,23 +1269,25 @@ def tiles(results:Results, verdicts:list)->str:
     "The most important numbers"
     by = progress(results)
     records = [results.look(r).record for s in USABLE for r in by.get(s, [])]
-    numbers = [(f'{len(records)} of {sum(map(len, by.values()))}', 'runs finished'), (sum(v.verdict == HOLDS for v in verdicts), 'claims hold'), (sum(v.verdict == FAILS for v in verdicts), 'do not hold'),
-               (sum(v.verdict == OPEN for v in verdicts), 'cannot be told at this scale'), (hours(sum((r.get('time') or {}).get('cpu') or 0 for r in records)), 'of CPU time')]
+    counts = {w: sum(v.verdict == w for v in verdicts) for w in (HOLDS, FAILS, OPEN)}
+    numbers = [(f'{len(records)} of {len(results.runs)}', 'runs finished'), (counts[HOLDS], 'claims hold'), (counts[FAILS], 'do not hold'), (counts[OPEN], 'cannot be told at this scale'),
+               (hours(sum((r.get('time') or {}).get('cpu') or 0 for r in records)), 'of CPU time')]
     return '<div class="tiles">' + ''.join(f'<div class="tile"><b>{n}</b><span>{what}</span></div>' for n, what in numbers) + '</div>'
 
 def report_html(results:Results)->str:
     "The report as text"
     tables, verdicts = {t.number: t for t in all_tables(results=results)}, claims(results=results)
-    figures = [('bits', 'Quality against bits', bits_figure), ('cost', 'Quality against bit-operations', cost_figure), ('time', 'Training time', time_figure), ('estimate', 'Error of the estimate', estimate_figure),
-               ('crops', 'Super-resolution, seen', crops_figure), ('curves', 'Training curves', curves_figure)]
-    pictures = ''.join(f'<h3 id="figure-{name}">{title}</h3>{svg}' for name, title, make in figures for svg in [make(results)] if svg)
+    figures = {'Quality against bits': bits_figure, 'Quality against bit-operations': cost_figure, 'Training time': time_figure, 'Error of the estimate': estimate_figure,
+               'Super-resolution, seen': crops_figure, 'Training curves': curves_figure}
+    pictures = ''.join(f'<h3>{title}</h3>{svg}' for title, make in figures.items() for svg in [make(results)] if svg)
     sections = [('results', 'Results', ''.join(tables[n].html() for n in ('2', '3', '4', 'side') if n in tables)), ('claims', 'Claims', claims_html(verdicts)),
                 ('figures', 'Figures', pictures or '<p>No run has finished yet.</p>'), ('setting', 'What was run', tables['1'].html() + tables['S1'].html()),
                 ('progress', 'Progress', progress_html(results) + runs_html(results)), ('machine', 'Machine, versions, time', machine_html(results))]
     unfinished = set(progress(results)) != {'done'}
     if unfinished: sections.insert(0, sections.pop(4))
     seeds = 'One seed' if results.seeds == 1 else f'{results.seeds} seeds'
-    head = (f'<header><h1>RepQ, reproduced</h1><p class="lead">Profile <b>{html.escape(results.profile)}</b>: {html.escape(PROFILES[results.profile])}. {seeds}. Each number of ours is a link to the executed notebook that made it.</p>'
+    head = (f'<header><h1>RepQ, reproduced</h1><p class="lead">Profile <b>{html.escape(results.profile)}</b>: {html.escape(PROFILES[results.profile])}. {seeds}. '
+            'Each number of ours is a link to the executed notebook that made it.</p>'
             f'<nav aria-label="Contents"><ul>{"".join(f"<li><a href=#{i}>{t}</a></li>" for i, t, _ in sections)}</ul></nav>{tiles(results, verdicts)}</header>')
     main = ''.join(f'<section aria-labelledby="{i}"><h2 id="{i}">{t}</h2>{b}</section>' for i, t, b in sections)
     now = datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z')
