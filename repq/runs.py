@@ -10,8 +10,8 @@ __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'O
            'draw_graph', 'sha256', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'write_json', 'die_with',
            'kernel_main', 'Forked', 'forkserver', 'can_fork', 'kernel_manager', 'check_parameters', 'parameters',
            'check_parent', 'Outcome', 'complete', 'execute', 'reason', 'effort', 'seconds_left', 'Batch', 'clock',
-           'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'reproduce', 'open_executor', 'limited',
-           'macs_of', 'gpu_hours']
+           'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'run_batch', 'reproduce', 'open_executor',
+           'limited', 'macs_of', 'gpu_hours']
 
 # %% ../nbs/20_runs.ipynb #6b08fcd4
 import ast, hashlib, json, logging, os, shutil, signal, sys, tempfile, time, weakref
@@ -89,7 +89,7 @@ def spec_key(spec:dict, profile:str, parent_key:str)->str: # eight hexadecimal d
     "A specification as a hash"
     return digest(json.dumps([spec, profile, parent_key], sort_keys=True), 8)
 
-# %% ../nbs/20_runs.ipynb #b39e6ebe
+# %% ../nbs/20_runs.ipynb #6da6f40b
 PROFILES = {
     'smoke': 'data that comes with the dependencies, small networks; minutes on two cores',
     'cpu': 'CIFAR-10, BSDS400 and the four super-resolution test sets, narrow networks; hours on two cores',
@@ -104,7 +104,7 @@ SETTINGS = {
     'smoke': {
         'repvgg': dict(_digits, epochs=6, epochs_quantized=3, network=dict(width=0.25, depth=0.25, small_input=True, in_channels=1)),
         'acnet': dict(_digits, epochs=5, epochs_quantized=2, network=dict(width=0.125, depth=0.5, small_input=True, in_channels=1)),
-        'ecbsr': dict(data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=6, epochs_quantized=2, optimizer='adam', schedule='one_cycle', weight_decay=0.,
+        'ecbsr': dict(data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=12, epochs_quantized=3, optimizer='adam', schedule='one_cycle', weight_decay=0.,
                       lr=6e-3, lr_quantized=3e-3, threads=1, compiled=False, warm_bits=4, warm_epochs=1),
         'time': dict(batch=4, size=32, rounds=7, network=dict(width=0.125, n_classes=10), threads=1, compiled=False)},
     'cpu': {
@@ -607,7 +607,7 @@ def read_progress(folder)->dict:
     try: return json.loads((Path(folder)/'progress.json').read_text(encoding='utf-8'))
     except (OSError, json.JSONDecodeError): return dict(done=0, total=1, text='starting')
 
-# %% ../nbs/20_runs.ipynb #b8c2a071
+# %% ../nbs/20_runs.ipynb #9feaf3e7
 def stop_kernels(batch:Batch, store:Store):
     "End the kernels of a batch on this machine"
     import platform
@@ -632,23 +632,22 @@ def settle(runs, store:Store, say=print)->list: # ids that are done
         if found.state == 'done': done.append(r.id)
     return done
 
-def reproduce(
-    profile:str='smoke',
-    tables=None,         # by default all
-    seeds:int=None,      # by default SEEDS[profile]
+def run_batch(
+    runs,                # of one profile, parents before children
+    root='results',
     workers:int=None,    # kernels at a time; by default the number of cores
     scheduler:str=None,  # address of a Dask scheduler
-    root='results',
-    steps:int=None,      # stop each training after so many steps, to see whether it starts
     on_change=None,      # called with the batch after a run has ended
-    live=None            # draw bars; by default on a terminal
+    live=None,           # draw bars; by default on a terminal
+    about:dict={}        # for the manifest
 )->Batch:
-    "Make all runs behind some tables, or what is missing of them"
-    runs, store = limited(graph(cells(profile, tables, seeds)), steps), Store(root, profile)
+    "Make what is missing of some runs"
+    profile, = {r.profile for r in runs}
+    store, workers = Store(root, profile), workers or os.cpu_count() or 1
     store.folder.mkdir(parents=True, exist_ok=True)
     batch = Batch(runs, root, settle(runs, store))
-    workers = workers or os.cpu_count() or 1
-    manifest = dict(tables=tables, seeds=seeds or SEEDS[profile], workers=workers, scheduler=scheduler, started=datetime.now(timezone.utc).isoformat(timespec='seconds'), runs=len(runs), found=len(batch.outcomes))
+    manifest = about | dict(workers=workers, scheduler=scheduler, started=datetime.now(timezone.utc).isoformat(timespec='seconds'), runs=len(runs), found=len(batch.outcomes))
+    def note(): write_json(store.folder/'batch.json', manifest | dict(seconds=time.time() - batch.started, done=len(batch.outcomes)))
     os.environ.setdefault('OMP_NUM_THREADS', '1')
     with open_executor(workers, scheduler, profile) as executor, Board(batch, store, workers, live) as board:
         limit = len(runs) if scheduler else workers
@@ -656,13 +655,23 @@ def reproduce(
             while batch.unfinished:
                 new = batch.step(executor, limit)
                 board.update(new)
-                if new: write_json(store.folder/'batch.json', manifest | dict(seconds=time.time() - batch.started, done=len(batch.outcomes)))
+                if new: note()
                 if new and on_change: on_change(batch)
         except BaseException:
             stop_kernels(batch, store)
             raise
-    write_json(store.folder/'batch.json', manifest | dict(seconds=time.time() - batch.started, done=len(batch.outcomes))) if batch.times or not store.manifest() else None
     return batch
+
+def reproduce(
+    profile:str='smoke',
+    tables=None,    # by default all
+    seeds:int=None, # by default SEEDS[profile]
+    steps:int=None, # stop each training after so many steps, to see whether it starts
+    **kwargs        # of `run_batch`
+)->Batch:
+    "Make all runs behind some tables, or what is missing of them"
+    runs = limited(graph(cells(profile, tables, seeds)), steps)
+    return run_batch(runs, about=dict(tables=tables, seeds=seeds or SEEDS[profile]), **kwargs)
 
 # %% ../nbs/20_runs.ipynb #f55593a0
 class open_executor:
