@@ -492,7 +492,7 @@ def paper_item(address, style='')->Item:
     v = paper_value(address)
     return Item('–', 'quiet') if v is None else Item(f'{v:.0f}' if address[0] == '4' else f'{v:.2f}', style)
 
-# %% ../nbs/21_tables.ipynb #65aa2c24
+# %% ../nbs/21_tables.ipynb #1ec7a9bd
 TITLES = {'1': 'which stage is re-parametrized', '2': 'top-1 accuracy of quantization strategies', '3': 'PSNR of ECBSR-m4c8, twofold super-resolution',
           '4': 'training time on ResNet-18, relative to the plain network', 'S1': 'hyper-parameters', 'side': 'Side experiments of the supplement'}
 MEASURES = {'2': 'Accuracy in %, of the best validation epoch, as in the paper', 'side': 'Accuracy in %, of the best validation epoch',
@@ -507,8 +507,9 @@ def caption(number:str, results:Results, measured:list)->str:
         text.append('Ours: no benchmark sets in this profile, each column is a photograph that stands in: ' + ', '.join(f'{s}: {p}' for s, p in k['stand_ins'].items()) + '.')
     elif number == '3' and k: text.append('Ours: ' + ', '.join(f'{s}: {n} images' for s, n in k['images'].items()) + '.')
     if number == '4' and k: text.append(f'Ours: median of {k["rounds"]} rounds in turns, ± its standard error, batch of shape {"×".join(map(str, k["shape"]))}.')
-    if results.seeds > 1 and number != '4': text.append(f'± is the standard deviation over {results.seeds} seeds.')
-    elif k and number != '4': text.append('One seed: ± is ' + ('the binomial standard error of the validation set; the luck of training is not in it.' if 'valid_size' in k else
+    counts = {len(m.values) for m in measured if m.values and number != '4'}
+    if counts - {1}: text.append(f'± is the standard deviation over {max(counts)} seeds.')
+    if 1 in counts: text.append('One seed: ± is ' + ('the binomial standard error of the validation set; the luck of training is not in it.' if 'valid_size' in k else
                           'the standard error, over images, of the difference from full precision; with one image there is none.'))
     if any(m.cell.beyond for m in measured): text.append('† ours, beyond the paper.')
     return ' '.join(text)
@@ -1081,7 +1082,7 @@ def crops_figure(results:Results)->str:
     text = 'The same detail, scaled up by each network, with the PSNR on Set5 (or what stands in for it).'
     return f'<figure><div class="crops">{"".join(images)}</div><figcaption>{text}</figcaption></figure>' if images else ''
 
-# %% ../nbs/21_tables.ipynb #724b58e8
+# %% ../nbs/21_tables.ipynb #59b7c10e
 STATES = ('done', 'older code', 'running', 'interrupted', 'failed', 'corrupt', 'missing')
 
 def progress(results:Results)->dict: # state -> runs
@@ -1094,9 +1095,9 @@ def progress_html(results:Results)->str:
     "A bar, the counts, and the runs that failed"
     by = progress(results)
     total, done = sum(map(len, by.values())), len(by.get('done', []))
-    counts = ', '.join(f'{len(by[s])} {s}' for s in STATES if s in by)
+    counts = ', '.join(f'{len(by[s])} {"not run" if s == "missing" else s}' for s in STATES if s in by)
     bar = ''.join(f'<i class="{s.replace(" ", "-")}" style="flex:{len(by[s])}"></i>' for s in STATES if s in by)
-    text = f'<p>{"The batch is complete" if done == total else "The batch is not complete"}: {total} runs, {counts}.</p><div class="progress" role="img" aria-label="{counts}">{bar}</div>'
+    text = f'<p>{"All runs of the profile are done" if done == total else f"Of {total} runs"}: {counts}.</p><div class="progress" role="img" aria-label="{counts}">{bar}</div>'
     wrong = [(r, results.look(r)) for s in ('failed', 'corrupt') for r in by.get(s, [])]
     if not wrong: return text
     rows = ''.join(f'<li>{run_link(r, f, results)}: {html.escape(f.state)}, {html.escape(f.why or "no reason was recorded")}</li>' for r, f in wrong)
