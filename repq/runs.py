@@ -367,7 +367,7 @@ def write_json(path, value):
         os.replace(aside, path)
     finally: aside.unlink(missing_ok=True)
 
-# %% ../nbs/20_runs.ipynb #6bdc1425
+# %% ../nbs/20_runs.ipynb #e574f78b
 PRELOAD = ['repq.training', 'repq.bench', 'matplotlib.pyplot', 'pandas', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'skimage.data', 'sympy', 'torch._dynamo']
 
 def die_with(sentinel):
@@ -380,6 +380,7 @@ def kernel_main(argv, env, cwd):
     "A Jupyter kernel, in a process that was forked for it"
     import multiprocessing, threading
     os.setsid()
+    multiprocessing.set_start_method(None, force=True) # workers of loaders start as in any other process
     threading.Thread(target=die_with, args=(multiprocessing.parent_process().sentinel,), daemon=True).start()
     os.environ.clear()
     os.environ.update(env)
