@@ -9,9 +9,9 @@ __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'O
            'methods_of', 'table_2', 'super_resolution', 'table_3', 'table_4', 'side_table', 'cells', 'graph',
            'draw_graph', 'sha256', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'write_json', 'die_with',
            'kernel_main', 'Forked', 'forkserver', 'can_fork', 'kernel_manager', 'check_parameters', 'parameters',
-           'check_parent', 'Outcome', 'complete', 'execute', 'reason', 'effort', 'seconds_left', 'Batch', 'clock',
-           'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'run_batch', 'reproduce', 'open_executor',
-           'limited', 'macs_of', 'gpu_hours']
+           'check_parent', 'Outcome', 'make_portable', 'complete', 'execute', 'reason', 'effort', 'seconds_left',
+           'Batch', 'clock', 'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'run_batch', 'reproduce',
+           'open_executor', 'limited', 'macs_of', 'gpu_hours']
 
 # %% ../nbs/20_runs.ipynb #6b08fcd4
 import ast, hashlib, json, logging, os, shutil, signal, sys, tempfile, time, weakref
@@ -306,7 +306,7 @@ def read_record(
     if w and weights and sha256(folder/w['file']) != w['sha256']: raise ValueError(f'{w["file"]} is not the file that the record describes (its hash differs)')
     return r
 
-# %% ../nbs/20_runs.ipynb #484973b1
+# %% ../nbs/20_runs.ipynb #9fd81f31
 @dataclass(frozen=True)
 class Found:
     "What the store has of a run"
@@ -329,7 +329,7 @@ class Store:
     def __init__(self,
         root='results',
         profile:str='smoke'
-    ): self.root, self.profile, self.folder = Path(root), profile, Path(root)/profile
+    ): self.root, self.profile, self.folder = Path(root).absolute(), profile, Path(root).absolute()/profile
     def done(self, run:Run)->Path: return self.folder/run.id
     def work(self, run:Run)->Path: return self.folder/'.work'/run.id
 
@@ -367,7 +367,7 @@ def write_json(path, value):
         os.replace(aside, path)
     finally: aside.unlink(missing_ok=True)
 
-# %% ../nbs/20_runs.ipynb #6bdc1425
+# %% ../nbs/20_runs.ipynb #e574f78b
 PRELOAD = ['repq.training', 'repq.bench', 'matplotlib.pyplot', 'pandas', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'skimage.data', 'sympy', 'torch._dynamo']
 
 def die_with(sentinel):
@@ -380,6 +380,7 @@ def kernel_main(argv, env, cwd):
     "A Jupyter kernel, in a process that was forked for it"
     import multiprocessing, threading
     os.setsid()
+    multiprocessing.set_start_method(None, force=True) # workers of loaders start as in any other process
     threading.Thread(target=die_with, args=(multiprocessing.parent_process().sentinel,), daemon=True).start()
     os.environ.clear()
     os.environ.update(env)
@@ -467,7 +468,13 @@ class Outcome:
     why:str = ''
     seconds:float = 0.
 
-# %% ../nbs/20_runs.ipynb #d5fe88a4
+# %% ../nbs/20_runs.ipynb #fddc1f43
+def make_portable(path, store:Store):
+    "Take the paths of this machine out of an executed notebook"
+    text = path.read_text(encoding='utf-8')
+    for here, there in [(store.root, 'results'), (experiments().absolute(), 'nbs/experiments')]: text = text.replace(json.dumps(str(here))[1:-1], there)
+    path.write_text(text, encoding='utf-8')
+
 def complete(run:Run, store:Store)->dict:
     "Check the record that a notebook left, name it, and put the folder in its place"
     work = store.work(run)
@@ -476,6 +483,7 @@ def complete(run:Run, store:Store)->dict:
         wrong = [k for k, v in run.spec().items() if record['run'].get(k) != json.loads(json.dumps(v))]
         raise ValueError(f'the notebook did not run with the values it was given: {", ".join(wrong)} differ')
     write_json(work/'record.json', dict(format=1, id=run.id, key=run.key, code=run.code, profile=run.profile, parent=run.parent.id if run.parent else None) | record)
+    make_portable(work/'notebook.ipynb', store)
     for name in ('checkpoint.safetensors', 'progress.json', 'lock', 'failed.json'): (work/name).unlink(missing_ok=True)
     os.replace(work, store.done(run))
     return read_record(store.done(run), weights=True)
@@ -498,7 +506,7 @@ def execute(
         work.mkdir(parents=True, exist_ok=True)
         (work/'failed.json').unlink(missing_ok=True)
         kernel = kernel_manager(can_fork(run) if fork is None else fork)
-        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, cwd=str(source.parent), extra_arguments=['--log-level=50'], kernel_manager_class=kernel)
+        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, extra_arguments=['--log-level=50'], kernel_manager_class=kernel)
         complete(run, store)
         return Outcome(run.id, 'done', seconds=time.time() - started)
     except Exception as e:
@@ -511,7 +519,7 @@ def reason(e:Exception)->str:
     "An exception in one line; of an error inside a notebook, the error there"
     return f'{e.ename}: {e.evalue}'.split('\n')[0] if hasattr(e, 'ename') else f'{type(e).__name__}: {e}'.split('\n')[0]
 
-# %% ../nbs/20_runs.ipynb #3e4552b9
+# %% ../nbs/20_runs.ipynb #9713c764
 EFFORT = dict(fp=1., plain=1.5, merged=1.5, repq=2., ptq=0.2, time=1.) # rough, corrected by what was measured
 STATISTICS_EFFORT = dict(batch=1.6, estimate=1.2, calibrated=1.3, sampled=1.4)
 
@@ -528,7 +536,7 @@ def seconds_left(waiting, finished)->float: # of one worker
 class Batch:
     "Runs under way, each after its parent"
     def __init__(self, runs, root='results', settled=()):
-        self.root, self.runs, self.started = Path(root), list(runs), time.time()
+        self.root, self.runs, self.started = Path(root).absolute(), list(runs), time.time()
         self.outcomes = {r.id: Outcome(r.id, 'done') for r in self.runs if r.id in set(settled)}
         self.waiting, self.futures, self.times = [r for r in self.runs if r.id not in self.outcomes], {}, {}
 

@@ -266,3 +266,64 @@ def test_no_scheduler_there(tmp_path):
     pytest.importorskip('distributed')
     with pytest.raises(OSError, match='no Dask scheduler answers'):
         with R.open_executor(1, 'tcp://127.0.0.1:9'): pass
+
+
+# -- the paper's setting
+
+@pytest.fixture(scope='module')
+def paper_data(tmp_path_factory):
+    "A few pictures in the layouts of ImageNet, DIV2K and the test sets"
+    import skimage.data
+    from PIL import Image
+    data, picture = tmp_path_factory.mktemp('data'), Image.fromarray(skimage.data.astronaut())
+    def save(path, size, at):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.crop((at, at, at + size, at + size)).save(path)
+    for i, wnid in enumerate(('n01440764', 'n01443537')):
+        for k in range(2): save(data/f'imagenet/train/{wnid}/{wnid}_{k}.JPEG', 240, 50*i + 20*k)
+        save(data/f'imagenet/val/{wnid}/ILSVRC2012_val_{i:08d}.JPEG', 240, 40*i)
+    for k in range(2): save(data/f'sr/DIV2K/DIV2K_train_HR/{k + 1:04d}.png', 160, 100*k)
+    for name in ('Set5', 'Set14', 'B100', 'Urban100'): save(data/f'sr/benchmark/{name}/HR/a.png', 96, 200)
+    return data
+
+
+def paper_runs(): return R.limited(R.graph(R.cells('paper')), steps=2)
+
+
+def test_paper_runs_are_complete():
+    runs = R.graph(R.cells('paper'))
+    assert {r.model for r in runs} == {'repvgg_a0', 'repvgg_b0', 'resnet18', 'ecbsr'} and {r.strategy for r in runs} == {'fp', 'plain', 'merged', 'repq', 'ptq', 'time'}
+    assert {r.statistics for r in runs} == {'', 'batch', 'estimate', 'calibrated', 'sampled', '1x1'}
+    by = {(r.model, r.block, r.strategy, r.statistics, r.bits): r.settings for r in runs if r.task != 'time'}
+    assert by['repvgg_a0', 'repvgg', 'merged', '', 8]['lr'] in (0.001, 0.01) and by['resnet18', 'acnet', 'repq', 'estimate', 8]['step_lr'] == 1e-4
+    assert by['ecbsr', 'ecb', 'repq', '', 2] | dict(threads=0, compiled=0) == dict(epochs=1000, batch_size=32, optimizer='adam', schedule='constant', warmup=0, weight_decay=0., data='div2k', patch=64,
+        steps_per_epoch=1600, lr=5e-4, step_lr=5e-4, threads=0, compiled=0)
+    assert all(0 < R.gpu_hours(r) < 1000 for r in runs)
+
+
+SOME = [('ecbsr', 'ecb', 'repq', '', 4), ('resnet18', 'acnet', 'repq', 'estimate', 8), ('repvgg_a0', 'qarepvgg', 'ptq', '', 8)]
+
+def pytest_generate_tests(metafunc):
+    "Some of the paper's runs, with --slow all of them"
+    if 'paper_run' not in metafunc.fixturenames: return
+    slow = metafunc.config.getoption('--slow')
+    runs = [r for r in paper_runs() if slow or (r.model, r.block, r.strategy, r.statistics, r.bits) in SOME]
+    metafunc.parametrize('paper_run', runs, ids=lambda r: r.label)
+
+
+@pytest.fixture(scope='module')
+def paper_results(tmp_path_factory): return tmp_path_factory.mktemp('paper')
+
+
+def test_paper_runs_start(paper_run, paper_data, paper_results, monkeypatch):
+    "Two steps of each, on CPU, with the batch as large as the data"
+    monkeypatch.setenv('REPQ_DATA', str(paper_data))
+    monkeypatch.setenv('REPQ_CACHE', str(paper_results/'cache'))
+    small = dict(compiled=False, threads=1)
+    def light(r): return replace(r, parent=light(r.parent) if r.parent else None, settings=r.settings | small | (dict(batch=2, size=64) if r.task == 'time' else dict(patch=16) if r.model == 'ecbsr' else {}))
+    run = light(paper_run)
+    for r in ([run.parent] if run.parent else []) + [run]:
+        o = R.execute(r, paper_results, fork=True)
+        assert o.state == 'done', o.why
+    record = R.read_record(paper_results/'paper'/run.id, weights=run.task != 'time')
+    assert record['run']['settings'].get('max_steps', 2) == 2
