@@ -47,7 +47,7 @@ ARITHMETIC = {f: name for name, fs in dict(
     neg=(operator.neg, torch.neg, 'neg')).items() for f in fs}
 IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, 'add_', 'sub_', 'mul_', 'div_')
 
-# %% ../nbs/11_foreign.ipynb #e19fa488
+# %% ../nbs/11_foreign.ipynb #7708ae8b
 def read_conv(conv:nn.Conv2d)->str:
     "Why a convolution cannot be taken, or an empty string"
     if conv.padding == 'same' and all(k % 2 and s == 1 for k, s in zip(conv.kernel_size, conv.stride)): conv = same_padding(conv)
@@ -63,12 +63,13 @@ def read_norm(bn:nn.BatchNorm2d)->str:
     if not bn.affine: return 'a batch norm without weight and bias'
     return '' if bn.track_running_stats and bn.running_mean is not None else 'a batch norm without running statistics'
 
-def read_pool(node, size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+def read_pool(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
     "Average pooling as an Op, if it is a convolution"
-    size, padding = as_pair(size), check_padding(padding)
+    if any(isinstance(n, fx.Node) for given in (kernel_size, stride, padding) for n in (given if isinstance(given, (tuple, list)) else [given])): return None
+    size, padding = as_pair(kernel_size), check_padding(padding)
     if ceil_mode or divisor_override: return Obstacle('average pooling with ceil_mode or divisor_override')
     if any(padding) and not count_include_pad: return Obstacle('average pooling that does not count the padding is no convolution at the border')
-    return Op('pool', (node,), (size, as_pair(stride or size), padding))
+    return Op('pool', (input,), (size, as_pair(stride or size), padding))
 
 # %% ../nbs/11_foreign.ipynb #5cce7f32
 def read_module(m:nn.Module, node:fx.Node, busy:str):
@@ -359,7 +360,7 @@ class RegionTracer(fx.Tracer):
         def given(a): return a.node.args[0] if isinstance(a, fx.Proxy) and a.node.op == 'placeholder' and a.node.args else a
         return fn, [given(a) for a in args]
 
-# %% ../nbs/11_foreign.ipynb #bfeee21a
+# %% ../nbs/11_foreign.ipynb #fefe0267
 class Untraceable(Exception):
     "The reason why a module as a whole has no graph"
 
@@ -378,17 +379,22 @@ def trace_mode(root, closed, training:bool):
     finally:
         for m, mode in was.items(): m.training = mode
 
-def first_difference(a:fx.Graph, b:fx.Graph)->list: # modules to blame, innermost first; empty if the graphs are equal
+def first_difference(
+    a:fx.Graph,
+    b:fx.Graph,
+    strict:bool  # otherwise numbers count in linear nodes alone: the rate of a dropout may differ
+)->list: # modules to blame, innermost first; empty if the graphs are equal
     "Where two graphs part"
-    def key(n): return (n.op, n.target, str(n.args), str(n.kwargs)) if n is not None else None
+    def key(n): return (n.op, n.target, str(n.args), str(n.kwargs)) if strict or n.target in ARITHMETIC or n.target is F.avg_pool2d else (n.op, n.target, str(n.all_input_nodes))
     nodes = [*zip(a.nodes, b.nodes)]
     m = next(((p, q) for p, q in nodes if key(p) != key(q)), (list(a.nodes)[-1],)*2 if len(a.nodes) != len(b.nodes) else ())
     return sorted({module_of(n) for n in m}, key=lambda name: -name.count('.') - bool(name))
 
-# %% ../nbs/11_foreign.ipynb #223ff0c0
+# %% ../nbs/11_foreign.ipynb #daac79e6
 def trace(
     root:nn.Module,
-    closed:dict     # module -> reason; those that fail are added
+    closed:dict,    # module -> reason; those that fail are added
+    strict:bool=True # the graph replaces the code, so both modes must agree in everything
 )->fx.Graph:
     "The graph of a network, with closed modules where the trace failed"
     while True:
@@ -399,7 +405,7 @@ def trace(
             if isinstance(graph, Exception): break
             graphs.append(graph)
         else:
-            names = first_difference(*graphs)
+            names = first_difference(*graphs, strict)
             if not names: return graphs[1]
             blamed = (root.get_submodule(n) for n in names if n)
             culprit, reason = next((m for m in blamed if m not in closed), None), 'it does other things in training than in evaluation'
@@ -456,15 +462,15 @@ def owner_of(region:Region)->str:
     stop = next((i for i, parts in enumerate(zip(*names)) if len(set(parts)) > 1), len(common))
     return '.'.join(common[:stop])
 
-# %% ../nbs/11_foreign.ipynb #6d4e20fb
+# %% ../nbs/11_foreign.ipynb #966e67dd
 def swap_chain(net:nn.Module, prefix:str, region:Region, layer:RepConv2d)->str: # name of the layer
     "Put a layer in the place of the first convolution of a chain of modules"
     chain = [n.target for n in sorted(region.nodes)]
     modules = [net.get_submodule(prefix + t) for t in chain]
     first = next(i for i, m in enumerate(modules) if isinstance(m, nn.Conv2d))
-    for i, m in enumerate(modules):
-        if i == first: replace_everywhere(net, m, layer)
-        elif isinstance(m, (nn.Conv2d, nn.BatchNorm2d, nn.AvgPool2d)): replace_everywhere(net, m, nn.Identity())
+    for i, m in enumerate(modules):   # before the layer is in its place: it holds these norms
+        if i != first and isinstance(m, (nn.Conv2d, nn.BatchNorm2d, nn.AvgPool2d)): replace_everywhere(net, m, nn.Identity())
+    replace_everywhere(net, modules[first], layer)
     return prefix + chain[first]
 
 def is_chain(region:Region)->bool: return all(n.op == 'call_module' for n in region.nodes)
@@ -485,7 +491,7 @@ def must_be_default(value, default, name:str):
     "Refuse an argument that was fixed when a module was rewritten"
     if value is not default and value != default: raise ValueError(f'{name}={value!r}: the converted module knows {name}={default!r} only; name the module in leaf= to keep its own forward')
 
-# %% ../nbs/11_foreign.ipynb #0bbb5220
+# %% ../nbs/11_foreign.ipynb #407b7c98
 def rewrite(module:nn.Module, graph:fx.Graph, regions:list, like:Tensor)->tuple: # new module, [(name, layer, region)]
     "A module whose regions are layers"
     made = []
@@ -497,7 +503,8 @@ def rewrite(module:nn.Module, graph:fx.Graph, regions:list, like:Tensor)->tuple:
         r.exit.replace_all_uses_with(new)
         made.append((name, layer, r))
         for n in sorted(r.nodes, reverse=True): graph.erase_node(n)
-    graph.eliminate_dead_code()
+    for n in reversed(graph.nodes):   # factors that moved into a layer
+        if not n.users and (n.op == 'get_attr' or n.target in ('view', 'reshape')): graph.erase_node(n)
     for p in [n for n in graph.nodes if n.op == 'placeholder' and n.args and not n.users]:
         with graph.inserting_after([n for n in graph.nodes if n.op == 'placeholder'][-1]): graph.call_function(must_be_default, (p, p.args[0], p.name))
     new = Rewritten(module, graph, type(module).__name__)
@@ -540,7 +547,7 @@ class Conversion:
         rows = ''.join('<tr>' + ''.join(f'<td>{escape(c)}</td>' for c in r) + '</tr>' for r in self.cells())
         return f'<p>{escape(self.summary())}</p><table><tbody>{rows}</tbody></table>'
 
-# %% ../nbs/11_foreign.ipynb #bb9925be
+# %% ../nbs/11_foreign.ipynb #5d418be2
 class Converter:
     "One conversion: the network, what must stay closed, the report"
     def __init__(self, net, keep):
@@ -553,20 +560,21 @@ class Converter:
     def part(self, name:str):
         "Convert the module called `name`"
         module, prefix = self.net.get_submodule(name), f'{name}.' if name else ''
-        if module in self.keep or isinstance(module, Quantizable): return
+        if module in self.keep or isinstance(module, Quantizable) or not any(isinstance(m, nn.Conv2d) for m in module.modules()): return
         if type(module) is nn.Conv2d: return self.single(name, module)
         closed = dict(self.keep)
-        try: graph = trace(module, closed)
+        try: graph = trace(module, closed, strict=False)
         except Untraceable as e:
-            self.report.closed[name] = str(e)
-            for child, _ in module.named_children(): self.part(prefix + child)
-            return
+            return self.close(name, module, str(e))
         self.regions(module, graph, prefix, closed)
         for m, reason in closed.items():
             if m in self.keep: continue
-            inner = next(n for n, x in self.net.named_modules() if x is m)
-            self.report.closed[inner] = reason
-            for child, _ in m.named_children(): self.part(f'{inner}.{child}')
+            self.close(next(n for n, x in self.net.named_modules() if x is m), m, reason)
+
+    def close(self, name:str, module:nn.Module, reason:str):
+        "Leave the code of a module alone and convert its children one by one"
+        self.report.closed[name] = reason
+        for child, _ in module.named_children(): self.part('.'.join(p for p in (name, child) if p))
 
 # %% ../nbs/11_foreign.ipynb #d884520e
 def single(self:Converter, name:str, conv:nn.Conv2d):
@@ -598,7 +606,7 @@ def describe(node:fx.Node)->str:
     "A node by the module it belongs to"
     return node.target if node.op == 'call_module' else '.'.join(p for p in (module_of(node), node.name) if p)
 
-# %% ../nbs/11_foreign.ipynb #56fb2485
+# %% ../nbs/11_foreign.ipynb #7da544c0
 def rewrite_owner(self:Converter, prefix:str, owner:str, found:list, closed:dict)->set: # modules that were opened, relative to prefix
     "Give an owner of regions a new forward, opening only what these touch"
     name = (prefix + owner).rstrip('.')
@@ -607,7 +615,10 @@ def rewrite_owner(self:Converter, prefix:str, owner:str, found:list, closed:dict
     opened = {'.'.join(t.split('.')[:i]) for t in touched for i in range(t.count('.') + 2)}
     inner = f'{owner}.' if owner else ''
     shut = {m: 'untouched' for n, m in module.named_modules() if n and inner + n not in opened}
-    graph = trace(module, {**closed, **shut})
+    try: graph = trace(module, {**closed, **shut})
+    except Untraceable as e:
+        self.close(name, module, str(e))
+        return set()
     made = find_regions(module, graph)[0]
     new, layers = rewrite(module, graph, made, self.like)
     for local, layer, r in layers: self.note('.'.join(p for p in (name, local) if p), layer, [f'{name}.{n.target}'.lstrip('.') for n in sorted(r.nodes) if n.op == 'call_module'])
@@ -668,7 +679,7 @@ def convert(
     if report.left or report.closed: warnings.warn(f'converted in part: {report.summary()}. See net.conversion')
     return net
 
-# %% ../nbs/11_foreign.ipynb #0b4c2143
+# %% ../nbs/11_foreign.ipynb #5cbd87f0
 def check_model(model):
     "Refuse what cannot be converted at all"
     if not isinstance(model, nn.Module): raise TypeError(f'convert takes an nn.Module, got {type(model).__name__}')
@@ -684,6 +695,7 @@ def finish_report(net, report, keep):
         special = type(m).__name__ if type(m) is not nn.Conv2d else ''
         report.left[name] = f'{special} is a convolution of its own kind' if special else 'it was not called while tracing'
     report.left = {n: r for n, r in report.left.items() if n not in report.layers}
+    report.layers = {n: report.layers[n] for n in quantizable_layers(net) if n in report.layers}   # in the order of the network
 
 @torch.no_grad()
 def evaluate(net, example)->Tensor:
