@@ -21,7 +21,7 @@ from .branch import Conv
 from .layer import QuantLinear, Quantizable, RepConv2d, one_of
 from .models import layer_bits
 
-# %% ../nbs/09_qat.ipynb #262726be
+# %% ../nbs/09_qat.ipynb #786ae278
 def replace_module(net:nn.Module, name:str, new:nn.Module):
     "Put another module in the place called `name`"
     parent, _, child = name.rpartition('.')
@@ -34,14 +34,16 @@ class LayerTracer(fx.Tracer):
 def follows(net:nn.Module)->list: # (name, name of what directly follows and nothing else uses)
     "Pairs of modules in a row"
     try: nodes = list(LayerTracer().trace(net).nodes)
-    except Exception:
+    except Exception as e:
+        warnings.warn(f'torch.fx cannot trace {type(net).__name__} ({(str(e).splitlines() or [type(e).__name__])[0]}): a norm is paired with a convolution only where both follow each other in an nn.Sequential. '
+                      'repq.convert(net) first finds more')
         seqs = [(f'{n}.' if n else '', list(m._modules)) for n, m in net.named_modules() if type(m) is nn.Sequential]
         return [(p + a, p + b) for p, names in seqs for a, b in zip(names, names[1:])]
     calls = [n for n in nodes if n.op == 'call_module']
     once = {t for t in {n.target for n in calls} if sum(n.target == t for n in calls) == 1}
     return [(n.target, u.target) for n in calls for u in n.users if len(n.users) == 1 and u.op == 'call_module' and {n.target, u.target} <= once]
 
-# %% ../nbs/09_qat.ipynb #f74f3487
+# %% ../nbs/09_qat.ipynb #c0c2eb7b
 def unsupported_conv(conv:nn.Conv2d)->str:
     "Why a convolution cannot become a RepConv2d, or an empty string"
     if conv.padding_mode != 'zeros': return f'padding_mode={conv.padding_mode!r}'
@@ -59,7 +61,8 @@ def wrap_layers(
 )->dict: # name -> why it was left as it is
     "Replace plain convolutions (with the norms behind them) and linear layers by layers that can be quantized"
     modules, left = dict(net.named_modules()), {}
-    norms = {a: b for a, b in follows(net) if type(modules[a]) is nn.Conv2d and type(modules[b]) is nn.BatchNorm2d}
+    pairs = follows(net) if any(type(m) is nn.Conv2d for m in modules.values()) else []
+    norms = {a: b for a, b in pairs if type(modules[a]) is nn.Conv2d and type(modules[b]) is nn.BatchNorm2d}
     for name, m in modules.items():
         if type(m) is nn.Linear: new = QuantLinear(m)
         elif type(m) is nn.Conv2d and not unsupported_conv(m): new = wrap_conv(m, modules.get(norms.get(name)))
