@@ -102,7 +102,7 @@ def build_model(
     "Make a network by name"
     return MODELS[one_of(name, MODELS, 'model')](**kwargs)
 
-# %% ../nbs/07_models.ipynb #53172b37
+# %% ../nbs/07_models.ipynb #dc866246
 def scaled(
     channels:int,
     width:float # above 0
@@ -111,27 +111,28 @@ def scaled(
     return channels if width == 1 else max(8, 8*int(channels*width/8 + 0.5))
 
 def check_positive(**numbers):
-    "Refuse counts below one, and a width of zero or less"
+    "Refuse counts below one, and a width or depth of zero or less"
     for what, n in numbers.items():
-        kinds, least = ((int, float), 'a number above 0') if what == 'width' else (int, 'a whole number of at least 1')
+        kinds, least = ((int, float), 'a number above 0') if what in ('width', 'depth') else (int, 'a whole number of at least 1')
         if isinstance(n, bool) or not isinstance(n, kinds) or not 0 < n < float('inf'): raise ValueError(f'{what} must be {least}, got {n!r}')
 
-# %% ../nbs/07_models.ipynb #8ec7fdf3
+# %% ../nbs/07_models.ipynb #a3fdc969
 class RepVGG(RepNet):
     "A chain of blocks in five stages, average pooling, a linear layer"
     least_bits = dict(stem=(0, 8))
     notes = dict(stage4='average')
 
-    def __init__(self, depths, widths, n_classes, block, width, small_input, in_channels):
-        check_positive(n_classes=n_classes, in_channels=in_channels, width=width)
+    def __init__(self, depths, widths, n_classes, block, width, small_input, in_channels, depth=1.):
+        check_positive(n_classes=n_classes, in_channels=in_channels, width=width, depth=depth)
         super().__init__()
         self.in_channels = in_channels
         stem, *channels = (scaled(c, width) for c in widths)
         strides = (1, 1, 2, 2, 2) if small_input else (2, 2, 2, 2, 2)
         self.stem = make_block(block, in_channels, stem, stride=strides[0])
         i = stem
-        for n, (depth, o, stride) in enumerate(zip(depths, channels, strides[1:]), 1):
-            ins, steps = [i] + [o]*(depth - 1), [stride] + [1]*(depth - 1)
+        for n, (blocks, o, stride) in enumerate(zip(depths, channels, strides[1:]), 1):
+            more = max(1, round(blocks*depth)) - 1
+            ins, steps = [i] + [o]*more, [stride] + [1]*more
             self.add_module(f'stage{n}', nn.ModuleList(make_block(block, c, o, stride=s) for c, s in zip(ins, steps)))
             i = o
         self.head = nn.Linear(i, n_classes)
@@ -143,17 +144,18 @@ class RepVGG(RepNet):
             for block in stage: x = F.relu(block(x))
         return self.head(x.mean((2, 3)))
 
-# %% ../nbs/07_models.ipynb #f63a31a1
+# %% ../nbs/07_models.ipynb #469e13e8
 @registered
 def repvgg_a0(
     n_classes:int=1000,
     block:str='repvgg',      # a key of `repq.blocks.BLOCKS`
     width:float=1.,          # multiplies all channels
     small_input:bool=False,  # for images of about 32×32: stem and stage 1 have stride 1
-    in_channels:int=3
+    in_channels:int=3,
+    depth:float=1.           # multiplies the blocks of each stage
 )->RepVGG:
     "RepVGG-A0 (Ding et al., CVPR 2021)"
-    return RepVGG((2, 4, 14, 1), (48, 48, 96, 192, 1280), n_classes, block, width, small_input, in_channels)
+    return RepVGG((2, 4, 14, 1), (48, 48, 96, 192, 1280), n_classes, block, width, small_input, in_channels, depth)
 
 @registered
 def repvgg_b0(
@@ -161,10 +163,11 @@ def repvgg_b0(
     block:str='repvgg',      # a key of `repq.blocks.BLOCKS`
     width:float=1.,          # multiplies all channels
     small_input:bool=False,  # for images of about 32×32: stem and stage 1 have stride 1
-    in_channels:int=3
+    in_channels:int=3,
+    depth:float=1.           # multiplies the blocks of each stage
 )->RepVGG:
     "RepVGG-B0 (Ding et al., CVPR 2021)"
-    return RepVGG((4, 6, 16, 1), (64, 64, 128, 256, 1280), n_classes, block, width, small_input, in_channels)
+    return RepVGG((4, 6, 16, 1), (64, 64, 128, 256, 1280), n_classes, block, width, small_input, in_channels, depth)
 
 # %% ../nbs/07_models.ipynb #74760697
 class BasicBlock(nn.Module):
@@ -184,15 +187,14 @@ def orepa_7x7(in_channels:int, out_channels:int, stride=1)->RepConv2d:
     i, o = in_channels, out_channels
     return RepConv2d(Seq(orepa(i, o).branch, orepa(o, o).branch, orepa(o, o).branch), stride, after=True)
 
-# %% ../nbs/07_models.ipynb #c1d9ddee
+# %% ../nbs/07_models.ipynb #f9142362
 class ResNet(RepNet):
-    "ResNet of basic blocks, two in each of four stages"
+    "ResNet of basic blocks in four stages, two in each at a depth of one"
     least_bits = dict(stem=(8, 8))
-    exact = ('layer4.1.conv1', 'layer4.1.conv2')
     notes = dict(layer4='average')
 
-    def __init__(self, n_classes, block, width, small_input, in_channels, orepa_stem):
-        check_positive(n_classes=n_classes, in_channels=in_channels, width=width)
+    def __init__(self, n_classes, block, width, small_input, in_channels, orepa_stem, depth=1.):
+        check_positive(n_classes=n_classes, in_channels=in_channels, width=width, depth=depth)
         super().__init__()
         self.in_channels = in_channels
         if block == 'orepa': self.least_bits = dict(stem=(8, 8), head=(8, 8))
@@ -203,8 +205,10 @@ class ResNet(RepNet):
             self.pool = nn.MaxPool2d(3, 2, 1)
             self.notes = dict(stem='max pool 3×3, stride 2', **self.notes)
         for n, o in enumerate(channels, 1):
-            self.add_module(f'layer{n}', nn.Sequential(BasicBlock(block, i, o, 1 if n == 1 else 2), BasicBlock(block, o, o, 1)))
+            blocks = max(1, round(2*depth))
+            self.add_module(f'layer{n}', nn.Sequential(BasicBlock(block, i, o, 1 if n == 1 else 2), *(BasicBlock(block, o, o, 1) for _ in range(blocks - 1))))
             i = o
+        self.exact = tuple(f'layer4.{blocks - 1}.{conv}' for conv in ('conv1', 'conv2'))
         self.head = nn.Linear(i, n_classes)
 
     def forward(self, x:Tensor)->Tensor: # (batch, n_classes)
@@ -213,7 +217,7 @@ class ResNet(RepNet):
         for layer in (self.layer1, self.layer2, self.layer3, self.layer4): x = layer(x)
         return self.head(x.mean((2, 3)))
 
-# %% ../nbs/07_models.ipynb #c92afb88
+# %% ../nbs/07_models.ipynb #849ecd50
 @registered
 def resnet18(
     n_classes:int=1000,
@@ -221,10 +225,11 @@ def resnet18(
     width:float=1.,          # multiplies all channels
     small_input:bool=False,  # for images of about 32×32: a 3×3 stem of stride 1, no max pooling
     in_channels:int=3,
-    orepa_stem:bool=False    # build the stem from OREPA blocks, as the official OREPA network does
+    orepa_stem:bool=False,   # build the stem from OREPA blocks, as the official OREPA network does
+    depth:float=1.           # multiplies the blocks of each stage
 )->ResNet:
     "ResNet-18 (He et al., CVPR 2016): AC-ResNet-18, OREPA-ResNet-18 and any other"
-    return ResNet(n_classes, block, width, small_input, in_channels, orepa_stem)
+    return ResNet(n_classes, block, width, small_input, in_channels, orepa_stem, depth)
 
 # %% ../nbs/07_models.ipynb #0041d7b7
 def sr_block(block, i, o)->RepConv2d:
