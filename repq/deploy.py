@@ -403,7 +403,7 @@ def write_sum(w:Writer, layer:str, codes:str, zero:str, q:Tensor, factor:int, bi
     products = w.op('MatMulInteger', codes, write_weight(w, f'{layer}.weight', q, factor, transposed=True), zero, name=f'{layer}.products')
     return w.op('Add', products, w.const(bias, f'{layer}.bias'), name=f'{layer}.sum'), rank - 1
 
-# %% ../nbs/10_deploy.ipynb #3c07c63a
+# %% ../nbs/10_deploy.ipynb #cbcda8f6
 def write_layer(w:Writer, node:fx.Node, m:nn.Module, codes:str, requantized:bool)->str: # name of its float output
     "A convolution or linear layer on codes"
     layer, (step, zero, top, made_by), quantizer = w.labels[node], w.grids[codes], w.net.get_submodule(node.args[0].target)
@@ -412,8 +412,9 @@ def write_layer(w:Writer, node:fx.Node, m:nn.Module, codes:str, requantized:bool
     entry = dict(name=layer, path=node.target.rpartition('.')[0], codes=codes, made_by=made_by, factor=factor, sum=None, axis=None, output=None,
                  weight_bits=int(m.bits), act_bits=int(quantizer.bits))
     w.layers.append(entry)
-    scale = w.const(scale, f'{layer}.scale')
-    if requantized or (not w.integer and (is_conv or rank == 2)):
+    qdq, grouped = requantized or (not w.integer and (is_conv or rank == 2)), is_conv and m.groups > 1
+    scale = w.const(scale.view(-1, 1, 1) if grouped and not qdq else scale, f'{layer}.scale')
+    if qdq:
         weight, w_step = write_weight(w, f'{layer}.weight', q, factor), w.const(w_step, f'{layer}.weight_step')
         floats = [w.op('DequantizeLinear', codes, step, zero, name=f'{layer}.input'),
                   w.op('DequantizeLinear', weight, w_step, name=f'{layer}.weight.float', axis=0),
@@ -424,8 +425,8 @@ def write_layer(w:Writer, node:fx.Node, m:nn.Module, codes:str, requantized:bool
         else: entry['output'] = out
         return out
     entry['sum'], entry['axis'] = write_sum(w, layer, codes, zero, q, factor, bias, m, rank)
-    last = is_conv and entry['axis'] == 3
-    out = w.op('DequantizeLinear', entry['sum'], scale, name=f'{layer}.last' if last else f'{layer}.output', axis=entry['axis'])
+    last, to_float = is_conv and entry['axis'] == 3, w.helper.np_dtype_to_tensor_dtype(np.dtype('float32'))
+    out = w.op('Mul', w.op('Cast', entry['sum'], name=f'{layer}.sum.float', to=to_float), scale, name=f'{layer}.last' if last else f'{layer}.output')
     entry['output'] = w.op('Transpose', out, name=f'{layer}.output', perm=[0, 3, 1, 2]) if last else out
     return entry['output']
 
@@ -534,12 +535,13 @@ def export_onnx(
     optional('onnx.checker').check_model(model, full_check=True)
     return write_aside(path, model.SerializeToString())
 
-# %% ../nbs/10_deploy.ipynb #e3fb5d81
+# %% ../nbs/10_deploy.ipynb #8c66abcf
 def onnx_session(
     model,              # path, or the bytes of a model
     threads:int=1,
     precise:bool=False, # exact products on x86 processors without VNNI, see below
-    optimized=None      # path: write the graph that is executed
+    optimized=None,     # path: write the graph that is executed
+    profile=None        # path without suffix: write the time of every operator when `end_profiling` is called
 ):
     "Load a model into ONNX Runtime, on the CPU"
     ort = optional('onnxruntime')
@@ -548,6 +550,7 @@ def onnx_session(
     options.add_session_config_entry('session.intra_op.allow_spinning', '0')
     if precise: options.add_session_config_entry('session.x64quantprecision', '1')
     if optimized: options.optimized_model_filepath = str(optimized)
+    if profile: options.enable_profiling, options.profile_file_prefix = True, str(profile)
     return ort.InferenceSession(model if isinstance(model, bytes) else str(model), options, providers=['CPUExecutionProvider'])
 
 def run_onnx(session, x)->Tensor:

@@ -123,7 +123,7 @@ def saturates()->bool:
     y = onnx_session(model.SerializeToString()).run(None, {'x': np.full((4, 64), 255, np.uint8)})[0]
     return bool((y != 64*255*127).any())
 
-# %% ../nbs/13_parity.ipynb #7ddf25ae
+# %% ../nbs/13_parity.ipynb #1b5bf291
 def file_weight(layer:dict, stored:dict, shape)->np.ndarray: # in the layout of PyTorch
     "The integers of a weight in a file"
     q = stored[f'{layer["name"]}.weight'].astype(np.int32)*stored.get(f'{layer["name"]}.weight.factor', 1)
@@ -136,7 +136,7 @@ def different_integers(layer:dict, stored:dict, reference:ReferenceLayer)->str:
     "In what the integers of a file differ from those of the network, or an empty string"
     codes, step, scale, bias = (t.numpy() for t in reference.integers)
     name = layer['name']
-    q, s, b = file_weight(layer, stored, codes.shape), stored[f'{name}.scale'], stored[f'{name}.bias'].reshape(-1)
+    q, s, b = file_weight(layer, stored, codes.shape), stored[f'{name}.scale'].reshape(-1), stored[f'{name}.bias'].reshape(-1)
     x_steps, w_step = (float(stored[f'{name}.step']), float(reference.quantizer.step)), stored.get(f'{name}.weight_step', step)
     if x_steps[0] != x_steps[1]: return 'the step of the input is {:.6g}, that of the network {:.6g}'.format(*x_steps)
     for o in range(len(codes)):
@@ -215,10 +215,10 @@ def psnr(a:Tensor, b:Tensor)->float: # dB
     error = (a - b).double().square().mean().item()
     return 20*log10((b.max() - b.min()).item()) - 10*log10(error) if error else inf
 
-# %% ../nbs/13_parity.ipynb #818a3d51
+# %% ../nbs/13_parity.ipynb #0e1aaf3c
 LIMITS = dict(share=1e-3, largest=1, error=5e-3, end_to_end_error=5e-3, top1=.995, psnr=.02) # psnr in dB
 
-@dataclass
+@dataclass(repr=False)
 class Parity:
     "What `check_parity` found"
     file:str
@@ -276,7 +276,7 @@ def cells(self:Parity):
         numbers, largest = (f'{s.numbers:,}', str(s.largest)) if s.numbers else ('', '')
         yield s.layer, s.compared, s.bits, numbers, share(s.share, s), largest, f'{s.error:.1e}', share(s.drift, s), s.reasons()
 
-# %% ../nbs/13_parity.ipynb #f61f45b7
+# %% ../nbs/13_parity.ipynb #19027eef
 def in_words(e:dict)->str:
     "Numbers of `Outputs` in words"
     kinds = dict(relative_error='relative error {:.2e}', top1_agreement='top-1 agrees on {:.2%}', psnr_difference='PSNR differs by {:+.4f} dB',
@@ -305,6 +305,7 @@ def _repr_html_(self:Parity):
     return f'<p>{text}</p><table><thead>{line(head, "th")}</thead><tbody>{"".join(line(b, "td") for b in body)}</tbody></table>'
 
 for f in (to_json, save, cells, summary, __str__, _repr_html_): setattr(Parity, f.__name__, f)
+Parity.__repr__ = __str__
 
 # %% ../nbs/13_parity.ipynb #4ad389c7
 class ParityRun:
@@ -334,7 +335,7 @@ class ParityRun:
         wanted = {i.name for i in self.sessions[True].get_inputs()}
         return {k: v for k, v in feed.items() if k in wanted}
 
-# %% ../nbs/13_parity.ipynb #4e5ef521
+# %% ../nbs/13_parity.ipynb #cd948c35
 def compare_batch(self:ParityRun, x:Tensor)->Tensor: # output of the network
     "Run a batch through both and compare at every station"
     y, seen = run_reference(self.net, self.layers, self.reference, x, self.bias_rounding)
@@ -363,15 +364,15 @@ def explain(self:ParityRun, station, l, got, expected, seen, precise):
     else: exact = unrounded = seen[l['name']][0].double()/step
     why = explain_codes(got[where].double(), expected[where].double(), exact[where], unrounded[where], r.quantizer.qmin, r.quantizer.qmax)
     lost = why.pop('runtime', 0)
-    if lost: why[self.blame(l['made_by'] or l['name'], bool((precise == expected)[where].all()), l['made_by'])] = lost
+    if lost: why[self.blame(l['made_by'], bool((precise == expected)[where].all()))] = lost
     station.why = dict(Counter(station.why) + why)
 
-# %% ../nbs/13_parity.ipynb #77c2bea2
-def blame(self:ParityRun, layer:str, precise_agrees:bool, made_by)->str:
+# %% ../nbs/13_parity.ipynb #0b0e107f
+def blame(self:ParityRun, layer, precise_agrees:bool)->str: # layer None: something between the layers
     "Why the file does not do what its integers say"
     if self.integers.get(layer): return f'{FOLD}: {self.integers[layer]}'
     if self.precise and precise_agrees: return 'saturation of unsigned by signed products: use onnx_session(precise=True)'
-    return 'the runtime computes something else' if made_by else 'an operator before the quantizer gives something else'
+    return 'the runtime computes something else' if layer else 'an operator before the quantizer gives something else'
 
 def compare_output(self:ParityRun, l, r, codes, out, local, whole, precise):
     "Compare a layer that gives floats: its integer sums, and its output"
@@ -381,7 +382,7 @@ def compare_output(self:ParityRun, l, r, codes, out, local, whole, precise):
         got, drift, sure = (plain_order(t[l['sum']]) for t in (local, whole, precise))
         station.add_integers(got, exact, drift)
         lost = int((got != exact).sum())
-        if lost: station.why = dict(Counter(station.why) + Counter({self.blame(l['name'], torch.equal(sure.double(), exact), l['name']): lost}))
+        if lost: station.why = dict(Counter(station.why) + Counter({self.blame(l['name'], torch.equal(sure.double(), exact)): lost}))
     station.add_error(local[l['output']], out)
     bad = (local[l['output']].double() - out.double()).norm() > LIMITS['error']*out.double().norm()
     if bad and not station.why:
