@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['ARITHMETIC', 'IN_PLACE', 'PLAIN', 'HEAD', 'RESNET', 'REPVGG_PARTS', 'ACNET_PARTS', 'OREPA_PARTS', 'ECB_PARTS',
-           'LAYOUTS', 'Op', 'Obstacle', 'read_conv', 'padding_of', 'read_norm', 'read_pool', 'read_module', 'constant',
-           'as_factor', 'read_arithmetic', 'changes_a_value_in_use', 'read_graph', 'Gain', 'share_conv', 'share_norm',
-           'Apart', 'Path', 'check_joint', 'join', 'add_paths', 'conv_path', 'pool_path', 'between', 'sources',
-           'express', 'express_sum', 'count_channels', 'Region', 'try_region', 'may_start', 'find_regions',
-           'RegionTracer', 'Untraceable', 'module_of', 'trace_mode', 'differences', 'trace', 'twin', 'plain_norm',
-           'replace_everywhere', 'unpack', 'make_layer', 'convert_buffers', 'like_of', 'owner_of', 'swap_chain',
-           'is_chain', 'Rewritten', 'keep_attributes', 'must_be_default', 'rewrite', 'Conversion', 'Converter',
-           'single', 'regions', 'describe', 'rewrite_owner', 'inside', 'has_nested_norm', 'branches_of', 'kept_modules',
-           'convert', 'check_model', 'finish_report', 'evaluate', 'check_example', 'Layout', 'official_name', 'fitted',
-           'Fit', 'unwrap', 'find_kind', 'fit_official', 'load_official']
+           'LAYOUTS', 'Op', 'Obstacle', 'read_conv', 'hooked', 'padding_of', 'read_norm', 'read_pool', 'read_module',
+           'constant', 'as_factor', 'read_arithmetic', 'changes_a_value_in_use', 'read_graph', 'Gain', 'share_conv',
+           'share_norm', 'Apart', 'Path', 'check_joint', 'join', 'add_paths', 'conv_path', 'pool_path', 'between',
+           'sources', 'express', 'gain_path', 'express_sum', 'count_channels', 'Region', 'try_region', 'in_place',
+           'stays', 'may_start', 'find_regions', 'RegionTracer', 'Untraceable', 'module_of', 'trace_mode',
+           'differences', 'trace', 'twin', 'plain_norm', 'replace_everywhere', 'unpack', 'make_layer',
+           'convert_buffers', 'like_of', 'owner_of', 'swap_chain', 'is_chain', 'Rewritten', 'keep_attributes',
+           'must_be_default', 'rewrite', 'Conversion', 'Converter', 'single', 'regions', 'describe', 'rewrite_owner',
+           'inside', 'has_nested_norm', 'branches_of', 'kept_modules', 'convert', 'check_model', 'finish_report',
+           'evaluate', 'check_example', 'Layout', 'official_name', 'fitted', 'Fit', 'unwrap', 'find_kind',
+           'fit_official', 'load_official']
 
 # %% ../nbs/11_foreign.ipynb #359ad33a
 import copy, operator, re, warnings
@@ -49,11 +50,14 @@ ARITHMETIC = {f: name for name, fs in dict(
     neg=(operator.neg, torch.neg, 'neg')).items() for f in fs}
 IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, 'add_', 'sub_', 'mul_', 'div_')
 
-# %% ../nbs/11_foreign.ipynb #ad94bd32
+# %% ../nbs/11_foreign.ipynb #17df575d
 def read_conv(conv:nn.Conv2d)->str:
     "Why a convolution cannot be taken, or an empty string"
+    if hooked(conv): return 'it has hooks, such as those of weight_norm: remove them first'
     if conv.padding == 'same' and any(k % 2 == 0 for k in conv.kernel_size): return "padding='same' of an even kernel is not symmetric"
     return unsupported_conv(SimpleNamespace(padding=padding_of(conv), padding_mode=conv.padding_mode, dilation=conv.dilation))
+
+def hooked(m:nn.Module)->bool: return bool(m._forward_hooks or m._forward_pre_hooks)
 
 def padding_of(conv:nn.Conv2d)->tuple:
     "The padding of a convolution, also where it is given by a word"
@@ -61,6 +65,7 @@ def padding_of(conv:nn.Conv2d)->tuple:
 
 def read_norm(bn:nn.BatchNorm2d)->str:
     "Why a batch norm cannot be taken, or an empty string"
+    if hooked(bn): return 'it has hooks'
     if not bn.affine: return 'a batch norm without weight and bias'
     return '' if bn.track_running_stats and bn.running_mean is not None else 'a batch norm without running statistics'
 
@@ -261,7 +266,7 @@ def sources(ops:dict, exit:fx.Node)->list: # nearest first
         if isinstance(ops.get(n), Op): todo += ops[n].inputs
     return [s for s in sorted(found, reverse=True) if between(ops, exit, s)]
 
-# %% ../nbs/11_foreign.ipynb #003bb33f
+# %% ../nbs/11_foreign.ipynb #73c31107
 def express(ops:dict, channels:dict, exit:fx.Node, source:fx.Node)->Path:
     "What leads from a source to an exit"
     if exit is source: return Path(channels.get(source))
@@ -271,8 +276,14 @@ def express(ops:dict, channels:dict, exit:fx.Node, source:fx.Node)->Path:
     if op.kind == 'conv': return join(path, conv_path(op.what))
     if op.kind == 'pool': return join(path, pool_path(channels.get(exit), *op.what))
     if op.kind == 'norm': return replace(path, branch=share_norm(replace(path, channels=op.what.num_features).expression(), op.what), biased=True)
-    if op.kind == 'gain': return replace(path, branch=Gain(path.expression(), op.what))
+    if op.kind == 'gain': return gain_path(path, op.what)
     return path
+
+def gain_path(path:Path, factor)->Path:
+    "A path times a factor"
+    branch = path.expression()
+    if isinstance(factor, Tensor) and factor.numel() not in (1, branch.out_channels): raise Apart(f'{factor.numel()} factors for {branch.out_channels} channels')
+    return replace(path, branch=Gain(branch, factor))
 
 def express_sum(ops, channels, exit, source)->Path:
     "What leads from a source to a sum"
@@ -281,10 +292,10 @@ def express_sum(ops, channels, exit, source)->Path:
     ways = [between(ops, n, start) if n is not start else set() for n in op.inputs]
     if set.intersection(*ways): raise Apart('a value in the middle is used by several branches')
     terms = [express(ops, channels, n, start) for n in op.inputs]
-    terms = [t if sign == 1 else replace(t, branch=Gain(t.expression(), sign)) for t, sign in zip(terms, op.what)]
+    terms = [t if sign == 1 else gain_path(t, sign) for t, sign in zip(terms, op.what)]
     return join(express(ops, channels, start, source), add_paths(terms))
 
-# %% ../nbs/11_foreign.ipynb #9da0f092
+# %% ../nbs/11_foreign.ipynb #0cafba14
 def count_channels(graph:fx.Graph, ops:dict)->dict: # node -> channels
     "Channels of the nodes next to a convolution or norm, handed on through what keeps them"
     known = {}
@@ -293,12 +304,12 @@ def count_channels(graph:fx.Graph, ops:dict)->dict: # node -> channels
         i, o = (op.what.in_channels, op.what.out_channels) if op.kind == 'conv' else (op.what.num_features,)*2
         known[op.inputs[0]], known[n] = i, o
     keeps = [{n, *op.inputs} for n, op in ops.items() if isinstance(op, Op) and op.kind not in ('conv', 'norm')]
-    for group in (*keeps, *reversed(keeps)):
+    for group in (*keeps, *reversed(keeps), *keeps):
         c = next((known[n] for n in group if n in known), None)
         if c is not None: known.update(dict.fromkeys(group, c))
     return known
 
-# %% ../nbs/11_foreign.ipynb #085b8cfa
+# %% ../nbs/11_foreign.ipynb #b4ecc363
 @dataclass(frozen=True)
 class Region:
     "Linear nodes that become one layer"
@@ -315,13 +326,22 @@ def try_region(ops, channels, exit, source, nodes)->Region:
         raise Apart(f'merging does not pay: one {show_size(path.size)} has {path.merged_cost:,.0f} MACs per position, the longest way apart {path.cost:,.0f}')
     return Region(exit, source, nodes, path)
 
+def in_place(n:fx.Node, root:nn.Module)->bool:
+    "Whether a node changes its first input"
+    if n.op == 'call_module': return bool(getattr(root.get_submodule(n.target), 'inplace', False))
+    return n.target in IN_PLACE or bool(n.kwargs.get('inplace')) or (n.op == 'call_method' and n.target.endswith('_') and not n.target.endswith('__'))
+
+def stays(root, source, exit, nodes)->bool:
+    "Nobody outside changes the source while the region still reads it"
+    return not any(u not in nodes and min(nodes) < u < exit and u.args and u.args[0] is source and in_place(u, root) for u in source.users)
+
 def may_start(ops, source, nodes)->bool:
     "A norm or factor stays with what is in front of it"
     inside = [u for u in source.users if u in nodes]
     kept = isinstance(ops.get(source), Op) and ops[source].kind != 'same' and len(source.users) == 1 and ops[inside[0]].kind in ('norm', 'gain')
     return not kept and not (len(inside) == 1 and ops[inside[0]].kind == 'same')
 
-# %% ../nbs/11_foreign.ipynb #63bc1b40
+# %% ../nbs/11_foreign.ipynb #30f537b8
 def find_regions(
     root:nn.Module,
     graph:fx.Graph,
@@ -336,7 +356,7 @@ def find_regions(
         for s in sources(ops, n):
             nodes = between(ops, n, s)
             alone = all(u in nodes for m in nodes - {n} for u in m.users)
-            if not alone or not any(ops[m].kind == 'conv' for m in nodes) or not may_start(ops, s, nodes): continue
+            if not alone or not any(ops[m].kind == 'conv' for m in nodes) or not may_start(ops, s, nodes) or not stays(root, s, n, nodes): continue
             try: best, reason = try_region(ops, channels, n, s, nodes), None
             except Apart as e: reason = reason or str(e)
         if best: regions.append(best); taken |= best.nodes
@@ -564,7 +584,7 @@ class Conversion:
         rows = ''.join('<tr>' + ''.join(f'<td>{escape(c)}</td>' for c in r) + '</tr>' for r in self.cells())
         return f'<p>{escape(self.summary())}</p><table><tbody>{rows}</tbody></table>'
 
-# %% ../nbs/11_foreign.ipynb #5d418be2
+# %% ../nbs/11_foreign.ipynb #77b703a4
 class Converter:
     "One conversion: the network, what must stay closed, the report"
     def __init__(self, net, keep):
@@ -585,8 +605,9 @@ class Converter:
             return self.close(name, module, str(e))
         self.regions(module, graph, prefix, closed)
         for m, reason in closed.items():
-            if m in self.keep: continue
-            self.close(next(n for n, x in self.net.named_modules() if x is m), m, reason)
+            if m not in self.keep: self.close(self.name_of(m), m, reason)
+
+    def name_of(self, module:nn.Module)->str: return next(n for n, m in self.net.named_modules() if m is module)
 
     def close(self, name:str, module:nn.Module, reason:str):
         "Leave the code of a module alone and convert its children one by one"
@@ -623,7 +644,7 @@ def describe(node:fx.Node)->str:
     "A node by the module it belongs to"
     return node.target if node.op == 'call_module' else '.'.join(p for p in (module_of(node), node.name) if p)
 
-# %% ../nbs/11_foreign.ipynb #cdb455f5
+# %% ../nbs/11_foreign.ipynb #27fb3acb
 def rewrite_owner(self:Converter, prefix:str, owner:str, found:list, closed:dict)->set: # modules that were opened, relative to prefix
     "Give an owner of regions a new forward, opening only what these touch"
     name = (prefix + owner).rstrip('.')
@@ -632,15 +653,16 @@ def rewrite_owner(self:Converter, prefix:str, owner:str, found:list, closed:dict
     opened = {'.'.join(t.split('.')[:i]) for t in touched for i in range(t.count('.') + 2)}
     inner = f'{owner}.' if owner else ''
     shut = {m: 'untouched' for n, m in module.named_modules() if n and inner + n not in opened}
-    try: graph = trace(module, {**closed, **shut})
+    known = {**closed, **shut}
+    try: graph = trace(module, known)
     except Untraceable as e:
         self.close(name, module, str(e))
-        return set()
-    made = find_regions(module, graph, closed)[0]
-    new, layers = rewrite(module, graph, made, self.like)
+        return {inner + n for n, _ in module.named_modules()}   # its children are done as well
+    new, layers = rewrite(module, graph, find_regions(module, graph, closed)[0], self.like)
     for local, layer, r in layers: self.note('.'.join(p for p in (name, local) if p), layer, [f'{name}.{n.target}'.lstrip('.') for n in sorted(r.nodes) if n.op == 'call_module'])
     if name: replace_everywhere(self.net, module, new)
     else: self.net = new
+    for m in [m for m in known if m not in closed and m not in shut]: self.close(self.name_of(m), m, known[m])   # its code differs in training
     return opened
 
 def inside(self:Converter, owner:str, other:str, opened:set)->bool:

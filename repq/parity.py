@@ -87,7 +87,7 @@ def run_reference(net:nn.Module, layers:list, reference:dict, x:Tensor, bias_rou
         name = (path or 'layer') + (f'#{calls[path]}' if calls[path] else '')
         calls[path] += 1
         if bias_rounding: y = y + reference[name].shift()
-        seen[name] = args[0], y
+        seen[name] = args[0].clone(), y.clone()   # an activation behind it may work in place
         return y
     hooks = [net.get_submodule(path).register_forward_hook(lambda m, a, y, p=path: note(m, a, y, p)) for path in {l['path'] for l in layers}]
     try: return net(x), seen

@@ -242,6 +242,68 @@ def test_a_change_in_place_of_a_value_in_use_is_no_sum():
     assert_same(new(x), net(x))
 
 
+def test_a_source_that_changes_in_place_starts_no_region():
+    class Sneaky(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b, self.act = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True)
+        def forward(self, x):
+            x = x + 1
+            y = self.a(x)
+            self.act(x)
+            return y + self.b(x)   # b reads what act left
+    net = Sneaky().double()
+    new, x = repq.convert(net), rand(1, 4, 5, 5)
+    assert set(new.conversion.layers) == {'a', 'b'}
+    assert_same(new(x), net(x))
+
+
+def test_hooks_stay():
+    "A convolution with weight_norm computes its weight in a hook"
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        net = nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), nn.Conv2d(4, 4, 1)).double()
+    with pytest.warns(UserWarning, match='converted in part'): new = repq.convert(net, inplace=True)
+    assert 'hooks' in new.conversion.left['0'] and 'own kind' in new.conversion.left['2'] and list(new.conversion.layers) == ['3']
+    x = rand(1, 3, 8, 8)
+    assert new(x).isfinite().all()
+
+
+class Dropping(nn.Module):
+    "A functional dropout, which a new forward would freeze in one mode"
+    def __init__(self): super().__init__(); self.conv, self.bn = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+    def forward(self, x): return self.bn(self.conv(F.dropout(x, 0.5, self.training)))
+
+
+class Around(nn.Module):
+    def __init__(self): super().__init__(); self.drop, self.a, self.b = Dropping(), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+    def forward(self, x):
+        x = self.drop(x).relu()
+        return self.a(x) + self.b(x)
+
+
+def test_dropout_by_function_keeps_working():
+    "The module with the sum is rewritten, the one with the dropout keeps its code"
+    net, x = Around().double(), rand(2, 4, 8, 8)
+    new = repq.convert(net)
+    assert set(new.conversion.layers) == {'rep', 'drop.conv'} and isinstance(new.drop, Dropping)
+    assert_same(new.eval()(x), net.eval()(x))
+    assert_differs(new.train()(x), new.train()(x))   # random in training
+
+
+class Own(Dropping):
+    def __init__(self): super().__init__(); self.skip = nn.Conv2d(4, 4, 1)
+    def forward(self, x):
+        x = F.dropout(x, 0.5, self.training)
+        return self.bn(self.conv(x)) + self.skip(x)
+
+
+def test_a_module_that_would_be_frozen_is_closed():
+    "Dropout and sum in one forward: not rewritten, said, children converted"
+    net, x = nn.Sequential(OrderedDict(own=Own())).double(), rand(2, 4, 8, 8)
+    with pytest.warns(UserWarning, match='converted in part'): new = repq.convert(net)
+    assert 'in training' in new.conversion.closed['own'] and set(new.conversion.layers) == {'own.conv', 'own.skip'}
+    assert_same(new.eval()(x), net.eval()(x)); assert_differs(new.train()(x), new.train()(x))
+
+
 def test_quantize_says_when_it_cannot_trace():
     net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), Sampler())
     with pytest.warns(UserWarning, match='torch.fx cannot trace Sequential .*repq.convert'): repq.quantize(net, 8, 8)
