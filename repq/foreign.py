@@ -547,7 +547,7 @@ def rewrite(module:nn.Module, graph:fx.Graph, regions:list, like:Tensor)->tuple:
     new.training = module.training
     return new, made
 
-# %% ../nbs/11_foreign.ipynb #02db2c5c
+# %% ../nbs/11_foreign.ipynb #cfcafb34
 @dataclass
 class Conversion:
     "What `convert` did to a network"
@@ -565,7 +565,7 @@ class Conversion:
 
     def cells(self):
         "The table: what, where, why or how"
-        for name, (expression, names) in self.layers.items(): yield 'layer', name, f'{expression} of {len(names)} modules'
+        for name, (expression, names) in self.layers.items(): yield 'layer', name, f'{expression} of {len(names)} module{"s"*(len(names) > 1)}'
         for name, reason in self.split: yield 'split', name, reason
         for name, reason in self.left.items(): yield 'left', name, reason
         for name in self.kept: yield 'kept', name, 'as leaf= says'
@@ -696,7 +696,7 @@ def kept_modules(net:nn.Module, leaf)->dict: # module -> reason
         kept.update({m: 'leaf' for top in found for m in top.modules()})
     return kept
 
-# %% ../nbs/11_foreign.ipynb #7e77db93
+# %% ../nbs/11_foreign.ipynb #ef8dfc21
 def convert(
     model:nn.Module,
     inplace:bool=False, # change the model's own modules, whose parameters the result then shares; by default a copy is made
@@ -716,7 +716,7 @@ def convert(
     finish_report(net, report, keep)
     if expected is not None: check_example(expected, evaluate(net, example))
     net.conversion = report
-    if report.left or report.closed: warnings.warn(f'converted in part: {report.summary()}. See net.conversion')
+    if report.left or report.closed: warnings.warn(f'converted in part: {report.summary()}. net.conversion says what and why; leaf= names what shall stay as it is')
     return net
 
 # %% ../nbs/11_foreign.ipynb #5cbd87f0
