@@ -119,7 +119,7 @@ class ExampleTracer(fx.Tracer):
         if node.op == 'call_module': return self.root.get_submodule(node.target)(*args, **kwargs)
         return (getattr(args[0], node.target) if node.op == 'call_method' else node.target)(*(args[node.op == 'call_method':]), **kwargs)
 
-# %% ../nbs/10_deploy.ipynb #a01dd37c
+# %% ../nbs/10_deploy.ipynb #5cb7ef7f
 @torch.no_grad()
 def second_example(net:nn.Module, example:Tensor)->Tensor:
     "Another example, as different from the first as the network allows"
@@ -133,7 +133,9 @@ def second_example(net:nn.Module, example:Tensor)->Tensor:
 def trace_examples(net:nn.Module, example:Tensor)->fx.Graph:
     "The computation graph of a network; each node knows its module and its values for two examples"
     tracer = ExampleTracer((example, second_example(net, example)))
-    others = list(signature(net.forward).parameters.values())[1:]
+    others = [p for p in signature(net.forward).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
+    needed = [p.name for p in others if p.default is p.empty]
+    if needed: raise ValueError(f'{type(net).__name__} needs a second input, {needed[0]!r}: export takes networks of one tensor')
     try: return tracer.trace(net, concrete_args={p.name: p.default for p in others if p.default is not p.empty})
     except fx.proxy.TraceError as e:
         raise ValueError(f'{tracer.path[-1] or "the network"} cannot be traced: {e}. Its forward must not branch on values, or on sizes that change; '
@@ -449,11 +451,10 @@ def label_calls(graph:fx.Graph, net:nn.Module)->dict: # node -> name of its laye
         labels[node], calls[node.target] = path if n == 0 else f'{path}#{n}', n + 1
     return labels
 
-# %% ../nbs/10_deploy.ipynb #15118504
+# %% ../nbs/10_deploy.ipynb #63b5f5cb
 def write_node(w:Writer, node:fx.Node, names:dict, quantizers:dict, users:dict)->str: # name of its output
     "One node of the traced network"
     if node.op == 'get_attr': return w.const(node.meta['values'][0], node.target)
-    if node.op == 'placeholder': raise ValueError(f'the network needs a second input, {node.target!r}: export takes networks of one tensor')
     if node in quantizers: return write_quantizer(w, node, quantizers[node], names[quantizers[node].source])
     m = w.net.get_submodule(node.target) if node.op == 'call_module' else None
     if hasattr(m, 'codes'):

@@ -367,7 +367,7 @@ def explain(self:ParityRun, station, l, got, expected, seen, precise):
     if lost: why[self.blame(l['made_by'], bool((precise == expected)[where].all()))] = lost
     station.why = dict(Counter(station.why) + why)
 
-# %% ../nbs/13_parity.ipynb #0b0e107f
+# %% ../nbs/13_parity.ipynb #328fa310
 def blame(self:ParityRun, layer, precise_agrees:bool)->str: # layer None: something between the layers
     "Why the file does not do what its integers say"
     if self.integers.get(layer): return f'{FOLD}: {self.integers[layer]}'
@@ -378,7 +378,7 @@ def compare_output(self:ParityRun, l, r, codes, out, local, whole, precise):
     "Compare a layer that gives floats: its integer sums, and its output"
     station, exact = self.stations[l['output']], r.sum(codes)
     if l['sum']:
-        def plain_order(t): return t.permute(0, 3, 1, 2) if t.ndim == 4 and l['axis'] == 3 else t
+        def plain_order(t): return t.permute(0, 3, 1, 2) if isinstance(r.module, nn.Conv2d) and l['axis'] == 3 else t
         got, drift, sure = (plain_order(t[l['sum']]) for t in (local, whole, precise))
         station.add_integers(got, exact, drift)
         lost = int((got != exact).sum())
