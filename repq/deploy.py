@@ -383,7 +383,7 @@ def write_weight(w:Writer, name:str, codes:Tensor, factor:int, transposed=False)
     if (unpack != 1).any(): packed = w.op('Mul', w.op('Cast', packed, to=to(np.dtype('int32'))), w.const(unpack, f'{name}.factor'))
     return w.op('Cast', packed, name=f'{name}.int8', to=to(np.dtype('int8')))
 
-# %% ../nbs/10_deploy.ipynb #a206175f
+# %% ../nbs/10_deploy.ipynb #67c680fc
 def write_windows(w:Writer, layer:str, x:str, zero:str, m:nn.Conv2d)->str: # (batch, height, width, kh·kw·channels)
     "The windows of a convolution, side by side"
     top, left, bottom, right = pads(m.padding, m.kernel_size, m.dilation)
@@ -399,13 +399,14 @@ def write_windows(w:Writer, layer:str, x:str, zero:str, m:nn.Conv2d)->str: # (ba
 def write_sum(w:Writer, layer:str, codes:str, zero:str, q:Tensor, factor:int, bias:Tensor, m:nn.Module, rank:int)->tuple: # name, axis of channels
     "Products and bias of a layer, added up in 32 bits"
     if isinstance(m, nn.Conv2d) and m.groups > 1:
-        products = w.op('ConvInteger', codes, write_weight(w, f'{layer}.weight', q, factor), zero, name=f'{layer}.products', **attributes_of(m))
+        weight, middle = w.const((q.int() + 128).to(torch.uint8), f'{layer}.weight'), w.const(np.uint8(128)) # older runtimes take unsigned weights only
+        products = w.op('ConvInteger', codes, weight, zero, middle, name=f'{layer}.products', **attributes_of(m))
         return w.op('Add', products, w.const(bias.view(-1, 1, 1), f'{layer}.bias'), name=f'{layer}.sum'), 1
     if isinstance(m, nn.Conv2d): codes, q = write_windows(w, layer, codes, zero, m), q.permute(0, 2, 3, 1).flatten(1)
     products = w.op('MatMulInteger', codes, write_weight(w, f'{layer}.weight', q, factor, transposed=True), zero, name=f'{layer}.products')
     return w.op('Add', products, w.const(bias, f'{layer}.bias'), name=f'{layer}.sum'), rank - 1
 
-# %% ../nbs/10_deploy.ipynb #cbcda8f6
+# %% ../nbs/10_deploy.ipynb #6078dae4
 def write_layer(w:Writer, node:fx.Node, m:nn.Module, codes:str, requantized:bool)->str: # name of its float output
     "A convolution or linear layer on codes"
     layer, (step, zero, top, made_by), quantizer = w.labels[node], w.grids[codes], w.net.get_submodule(node.args[0].target)
@@ -418,8 +419,9 @@ def write_layer(w:Writer, node:fx.Node, m:nn.Module, codes:str, requantized:bool
     scale = w.const(scale.view(-1, 1, 1) if grouped and not qdq else scale, f'{layer}.scale')
     if qdq:
         weight, w_step = write_weight(w, f'{layer}.weight', q, factor), w.const(w_step, f'{layer}.weight_step')
+        middle = w.const(np.zeros(len(q), np.int8), f'{layer}.weight_zero')   # the default, but older runtimes want it
         floats = [w.op('DequantizeLinear', codes, step, zero, name=f'{layer}.input'),
-                  w.op('DequantizeLinear', weight, w_step, name=f'{layer}.weight.float', axis=0),
+                  w.op('DequantizeLinear', weight, w_step, middle, name=f'{layer}.weight.float', axis=0),
                   w.op('DequantizeLinear', w.const(bias, f'{layer}.bias'), scale, name=f'{layer}.bias.float', axis=0)]
         kind, how = ('Conv', attributes_of(m)) if is_conv else ('Gemm', dict(transB=1))
         out = w.op(kind, *floats, name=f'{layer}.output', **how)

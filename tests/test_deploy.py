@@ -18,6 +18,25 @@ FLOAT_KERNELS = {'Conv', 'FusedConv', 'Gemm', 'FusedGemm', 'MatMul', 'ConvTransp
 MODELS = {'repvgg_a0': ((3, 32, 32), dict(n_classes=10, width=.125)), 'resnet18': ((3, 32, 32), dict(n_classes=10, width=.125)), 'ecbsr': ((1, 12, 12), dict(blocks=1))}
 
 
+def integer_product(x, w, **kwargs):
+    "What ONNX Runtime makes of unsigned by signed bytes"
+    helper, T = onnx.helper, onnx.TensorProto
+    graph = helper.make_graph([helper.make_node('MatMulInteger', ['x', 'w'], ['y'])], 'g', [helper.make_tensor_value_info('x', T.UINT8, list(x.shape))],
+                              [helper.make_tensor_value_info('y', T.INT32, [len(x), w.shape[1]])], [onnx.numpy_helper.from_array(w, 'w')])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 21)], ir_version=10).SerializeToString()
+    return onnx_session(model, **kwargs).run(None, {'x': x})[0]
+
+
+def runtime_is_exact():
+    "Some versions of ONNX Runtime get small integer products wrong on some processors"
+    r = np.random.default_rng(0)
+    x, w = r.integers(0, 16, (64, 27)).astype(np.uint8), r.integers(-128, 128, (27, 17)).astype(np.int8)
+    return np.array_equal(integer_product(x, w), x.astype(int)@w.astype(int))
+
+
+pytestmark = pytest.mark.skipif(not runtime_is_exact(), reason='this version of onnxruntime multiplies integers wrongly on this processor: take another')
+
+
 def settled(net, x, weight_bits, act_bits, **kwargs):
     "A quantized network with random norms whose quantizers and statistics have seen data"
     quantize(randomize_bn(net), weight_bits, act_bits, **kwargs)
@@ -194,7 +213,7 @@ OPERATORS = {
 def test_operators(tmp_path, name):
     "In full precision, at another batch and, where that is possible, another size"
     net, x = randomize_bn(copy.deepcopy(OPERATORS[name])).eval(), torch.randn(2, 6, 16, 20)
-    if name.startswith('adaptive'): net, x = nn.Sequential(Functions(lambda t: t.reshape(t.shape[0], 6, 16, 20)), net), x
+    if name.startswith('adaptive'): net, x = nn.Sequential(Functions(lambda t: t.reshape(t.shape[0], 6, 16, 20)), net).eval(), x
     session = onnx_session(export_onnx(net, tmp_path/'net.onnx', x))
     sizes = [(2, 6, 16, 20), (5, 6, 16, 20)] + ([] if name.startswith('adaptive') else [(1, 6, 22, 34)])
     for size in sizes:
@@ -244,14 +263,14 @@ def test_tampered_file(exported, tensor, change, layer, why):
     onnx.save(model, path)
     report = check_parity(net, path, [x])
     assert not report.ok and report.failures()[0].startswith(f'{layer}: {FOLD}') and why in report.failures()[0], report
-    assert any(list(s.why)[0].startswith(FOLD) for s in report.stations if s.layer == layer and s.why) or tensor.endswith('.step'), report
+    assert any(why.startswith(FOLD) for s in report.stations if s.layer == layer for why in s.why) or tensor == 'body.step', report
 
 
 def test_operator_between_layers_is_checked(exported):
     "The part of the network between two layers differs"
     net, path, x = exported
     net = copy.deepcopy(net)
-    net.pool = nn.AdaptiveMaxPool2d(1)
+    net.pool = nn.AdaptiveMaxPool2d(1).eval()
     report = check_parity(net, path, [x])
     assert not report.ok and report.first.layer == 'input of head' and 'an operator before the quantizer gives something else' in report.first.why, report
 
@@ -277,14 +296,9 @@ def test_super_resolution_is_judged_by_psnr(tmp_path):
 
 def test_saturation():
     "The largest products are exact with precise=True; without, exactly where saturates() says so"
-    x, w = torch.full((1, 64, 4, 4), 255.), torch.full((16, 64, 3, 3), 127., dtype=torch.float64)
-    helper, T = onnx.helper, onnx.TensorProto
-    graph = helper.make_graph([helper.make_node('ConvInteger', ['x', 'w'], ['y'], kernel_shape=[3, 3])], 'g', [helper.make_tensor_value_info('x', T.UINT8, list(x.shape))],
-                              [helper.make_tensor_value_info('y', T.INT32, [1, 16, 2, 2])], [onnx.numpy_helper.from_array(w.numpy().astype(np.int8), 'w')])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 21)], ir_version=10).SerializeToString()
-    exact = F.conv2d(x.double(), w).numpy()
-    plain, precise = (onnx_session(model, precise=p).run(None, {'x': x.to(torch.uint8).numpy()})[0] for p in (False, True))
-    assert np.array_equal(precise, exact) and np.array_equal(plain, exact) == (not saturates())
+    x, w = np.full((5, 320), 255, np.uint8), np.full((320, 48), 127, np.int8)
+    exact = x.astype(int)@w.astype(int)
+    assert np.array_equal(integer_product(x, w, precise=True), exact) and np.array_equal(integer_product(x, w), exact) == (not saturates())
 
 
 def cold(): return quantize(nn.Sequential(OrderedDict(stem=make_block('repvgg', 3, 8), act=nn.ReLU())), 8, 8).eval()
