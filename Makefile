@@ -1,4 +1,4 @@
-# On a fresh machine, nothing before it: `make test`.
+# On a fresh machine, nothing before it: `make test`, or `make reproduce`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check notebooks pytest readme export clean
+.PHONY: help install reproduce test check notebooks pytest readme export clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -20,6 +20,10 @@ $(STAMP): settings.ini setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
+
+PROFILE ?= smoke
+reproduce: install ## make all tables of the paper, small (PROFILE=cpu: real data from REPQ_DATA, hours)
+	$(BIN)/repq reproduce --profile $(PROFILE)
 
 test: check notebooks pytest ## everything CI runs: notebooks = modules, the notebooks' own tests, tests/
 

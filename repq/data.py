@@ -563,17 +563,18 @@ def ssim_y(sr:Tensor, hr:Tensor, border:int=0)->float: # at most 1
     c1, c2 = (.01*255)**2, (.03*255)**2
     return ((2*mx*my + c1)*(2*vxy + c2)/((mx*mx + my*my + c1)*(vx + vy + c2))).mean().item()
 
-# %% ../nbs/08_data.ipynb #6d043166
+# %% ../nbs/08_data.ipynb #282b8eb3
 def sr_files(
-    folder,   # holds HR/, optionally LR_bicubic/X<scale>/
+    folder,   # holds HR/, optionally LR_bicubic/X<scale>/; or the same with DIV2K's names
     scale:int
 )->list: # (large, small or None) of each picture
     "The files of a super-resolution set"
     folder = Path(folder)
-    if not (folder/'HR').is_dir(): raise FileNotFoundError(f'{folder.absolute()} must hold a folder HR with the pictures; it '
+    hr = next((folder/n for n in ('HR', 'DIV2K_train_HR') if (folder/n).is_dir()), None)
+    if hr is None: raise FileNotFoundError(f'{folder.absolute()} must hold a folder HR with the pictures; it '
         + (f'holds {sorted(p.name for p in folder.iterdir())[:8]}: is it one folder too high or too low?' if folder.is_dir() else 'does not exist'))
-    large, small = [folder/'HR'/n for n in image_names(folder/'HR')], folder/'LR_bicubic'/f'X{scale}'
-    if not large: raise FileNotFoundError(f'{folder/"HR"} holds no images')
+    large, small = [hr/n for n in image_names(hr)], hr.with_name(hr.name.replace('HR', 'LR_bicubic'))/f'X{scale}'
+    if not large: raise FileNotFoundError(f'{hr} holds no images')
     if not small.is_dir(): return [(p, None) for p in large]
     by_name = {p.stem: p for p in small.iterdir() if p.suffix.lower() in SUFFIXES}
     missing = [p.stem for p in large if f'{p.stem}x{scale}' not in by_name]

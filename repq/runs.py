@@ -8,13 +8,13 @@ __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'O
            'syntax', 'notebook_code', 'code_hash', 'Run', 'spec_key', 'recipes', 'settings_for', 'Cell', 'classifier',
            'methods_of', 'table_2', 'super_resolution', 'table_3', 'table_4', 'side_table', 'cells', 'graph',
            'draw_graph', 'sha256', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'write_json', 'die_with',
-           'kernel_main', 'Forked', 'forkserver', 'can_fork', 'forking_manager', 'check_parameters', 'parameters',
-           'check_parent', 'Outcome', 'complete', 'execute', 'reason', 'effort', 'seconds_left', 'Batch', 'clock',
-           'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'reproduce', 'open_executor', 'limited',
-           'macs_of', 'gpu_hours']
+           'kernel_main', 'Forked', 'forkserver', 'can_fork', 'kernel_manager', 'check_parameters', 'parameters',
+           'check_parent', 'Outcome', 'make_portable', 'complete', 'execute', 'reason', 'effort', 'seconds_left',
+           'Batch', 'clock', 'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'run_batch', 'reproduce',
+           'open_executor', 'limited', 'macs_of', 'gpu_hours']
 
-# %% ../nbs/20_runs.ipynb #6780a218
-import ast, hashlib, json, logging, os, shutil, signal, sys, time
+# %% ../nbs/20_runs.ipynb #6b08fcd4
+import ast, hashlib, json, logging, os, shutil, signal, sys, tempfile, time, weakref
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -89,7 +89,7 @@ def spec_key(spec:dict, profile:str, parent_key:str)->str: # eight hexadecimal d
     "A specification as a hash"
     return digest(json.dumps([spec, profile, parent_key], sort_keys=True), 8)
 
-# %% ../nbs/20_runs.ipynb #b39e6ebe
+# %% ../nbs/20_runs.ipynb #6da6f40b
 PROFILES = {
     'smoke': 'data that comes with the dependencies, small networks; minutes on two cores',
     'cpu': 'CIFAR-10, BSDS400 and the four super-resolution test sets, narrow networks; hours on two cores',
@@ -104,7 +104,7 @@ SETTINGS = {
     'smoke': {
         'repvgg': dict(_digits, epochs=6, epochs_quantized=3, network=dict(width=0.25, depth=0.25, small_input=True, in_channels=1)),
         'acnet': dict(_digits, epochs=5, epochs_quantized=2, network=dict(width=0.125, depth=0.5, small_input=True, in_channels=1)),
-        'ecbsr': dict(data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=6, epochs_quantized=2, optimizer='adam', schedule='one_cycle', weight_decay=0.,
+        'ecbsr': dict(data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=12, epochs_quantized=3, optimizer='adam', schedule='one_cycle', weight_decay=0.,
                       lr=6e-3, lr_quantized=3e-3, threads=1, compiled=False, warm_bits=4, warm_epochs=1),
         'time': dict(batch=4, size=32, rounds=7, network=dict(width=0.125, n_classes=10), threads=1, compiled=False)},
     'cpu': {
@@ -306,7 +306,7 @@ def read_record(
     if w and weights and sha256(folder/w['file']) != w['sha256']: raise ValueError(f'{w["file"]} is not the file that the record describes (its hash differs)')
     return r
 
-# %% ../nbs/20_runs.ipynb #484973b1
+# %% ../nbs/20_runs.ipynb #9fd81f31
 @dataclass(frozen=True)
 class Found:
     "What the store has of a run"
@@ -329,7 +329,7 @@ class Store:
     def __init__(self,
         root='results',
         profile:str='smoke'
-    ): self.root, self.profile, self.folder = Path(root), profile, Path(root)/profile
+    ): self.root, self.profile, self.folder = Path(root).absolute(), profile, Path(root).absolute()/profile
     def done(self, run:Run)->Path: return self.folder/run.id
     def work(self, run:Run)->Path: return self.folder/'.work'/run.id
 
@@ -367,7 +367,7 @@ def write_json(path, value):
         os.replace(aside, path)
     finally: aside.unlink(missing_ok=True)
 
-# %% ../nbs/20_runs.ipynb #6bdc1425
+# %% ../nbs/20_runs.ipynb #e574f78b
 PRELOAD = ['repq.training', 'repq.bench', 'matplotlib.pyplot', 'pandas', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'skimage.data', 'sympy', 'torch._dynamo']
 
 def die_with(sentinel):
@@ -380,6 +380,7 @@ def kernel_main(argv, env, cwd):
     "A Jupyter kernel, in a process that was forked for it"
     import multiprocessing, threading
     os.setsid()
+    multiprocessing.set_start_method(None, force=True) # workers of loaders start as in any other process
     threading.Thread(target=die_with, args=(multiprocessing.parent_process().sentinel,), daemon=True).start()
     os.environ.clear()
     os.environ.update(env)
@@ -401,7 +402,7 @@ class Forked:
     def kill(self): self.send_signal(signal.SIGKILL)
     def terminate(self): self.send_signal(signal.SIGTERM)
 
-# %% ../nbs/20_runs.ipynb #a1fcc753
+# %% ../nbs/20_runs.ipynb #d3d8990b
 @lru_cache(maxsize=None)
 def forkserver(): # multiprocessing context
     "The process that kernels are forked from, started when first asked for"
@@ -422,16 +423,21 @@ def can_fork(run:Run)->bool:
     return 'forkserver' in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon and run.profile != 'paper'
 
 @lru_cache(maxsize=None)
-def forking_manager(): # class
-    "A kernel manager whose kernels are forked"
+def kernel_manager(fork:bool): # class
+    "A kernel manager for kernels on this machine, forked or not"
     from jupyter_client import AsyncKernelManager
-    class ForkingManager(AsyncKernelManager):
+    class Manager(AsyncKernelManager):
+        def __init__(self, **kwargs): # over a socket file: two kernels that start at once could take the same TCP port
+            folder = tempfile.mkdtemp(prefix='repq-')
+            weakref.finalize(self, shutil.rmtree, folder, True)
+            super().__init__(**(kwargs if os.name == 'nt' else dict(transport='ipc', ip=f'{folder}/k', connection_file=f'{folder}/kernel.json') | kwargs))
         async def _async_launch_kernel(self, kernel_cmd, **kw): # the place that jupyter_client has for this
+            if not fork: return await super()._async_launch_kernel(kernel_cmd, **kw)
             p = self.provisioner
             p.process = Forked(kernel_cmd[kernel_cmd.index('ipykernel_launcher') + 1:], kw.get('env') or dict(os.environ), str(kw.get('cwd') or Path.cwd()))
             p.pid = p.pgid = p.process.pid # it leads a group of its own
             self._reconcile_connection_info(p.connection_info)
-    return ForkingManager
+    return Manager
 
 # %% ../nbs/20_runs.ipynb #0c974922
 def check_parameters(path, names):
@@ -462,7 +468,13 @@ class Outcome:
     why:str = ''
     seconds:float = 0.
 
-# %% ../nbs/20_runs.ipynb #7b760736
+# %% ../nbs/20_runs.ipynb #fddc1f43
+def make_portable(path, store:Store):
+    "Take the paths of this machine out of an executed notebook"
+    text = path.read_text(encoding='utf-8')
+    for here, there in [(store.root, 'results'), (experiments().absolute(), 'nbs/experiments')]: text = text.replace(json.dumps(str(here))[1:-1], there)
+    path.write_text(text, encoding='utf-8')
+
 def complete(run:Run, store:Store)->dict:
     "Check the record that a notebook left, name it, and put the folder in its place"
     work = store.work(run)
@@ -471,6 +483,7 @@ def complete(run:Run, store:Store)->dict:
         wrong = [k for k, v in run.spec().items() if record['run'].get(k) != json.loads(json.dumps(v))]
         raise ValueError(f'the notebook did not run with the values it was given: {", ".join(wrong)} differ')
     write_json(work/'record.json', dict(format=1, id=run.id, key=run.key, code=run.code, profile=run.profile, parent=run.parent.id if run.parent else None) | record)
+    make_portable(work/'notebook.ipynb', store)
     for name in ('checkpoint.safetensors', 'progress.json', 'lock', 'failed.json'): (work/name).unlink(missing_ok=True)
     os.replace(work, store.done(run))
     return read_record(store.done(run), weights=True)
@@ -492,8 +505,8 @@ def execute(
         check_parameters(source, given)
         work.mkdir(parents=True, exist_ok=True)
         (work/'failed.json').unlink(missing_ok=True)
-        kernel = dict(kernel_manager_class=forking_manager()) if (can_fork(run) if fork is None else fork) else {}
-        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, cwd=str(source.parent), extra_arguments=['--log-level=50'], **kernel)
+        kernel = kernel_manager(can_fork(run) if fork is None else fork)
+        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, extra_arguments=['--log-level=50'], kernel_manager_class=kernel)
         complete(run, store)
         return Outcome(run.id, 'done', seconds=time.time() - started)
     except Exception as e:
@@ -506,7 +519,7 @@ def reason(e:Exception)->str:
     "An exception in one line; of an error inside a notebook, the error there"
     return f'{e.ename}: {e.evalue}'.split('\n')[0] if hasattr(e, 'ename') else f'{type(e).__name__}: {e}'.split('\n')[0]
 
-# %% ../nbs/20_runs.ipynb #3e4552b9
+# %% ../nbs/20_runs.ipynb #9713c764
 EFFORT = dict(fp=1., plain=1.5, merged=1.5, repq=2., ptq=0.2, time=1.) # rough, corrected by what was measured
 STATISTICS_EFFORT = dict(batch=1.6, estimate=1.2, calibrated=1.3, sampled=1.4)
 
@@ -523,7 +536,7 @@ def seconds_left(waiting, finished)->float: # of one worker
 class Batch:
     "Runs under way, each after its parent"
     def __init__(self, runs, root='results', settled=()):
-        self.root, self.runs, self.started = Path(root), list(runs), time.time()
+        self.root, self.runs, self.started = Path(root).absolute(), list(runs), time.time()
         self.outcomes = {r.id: Outcome(r.id, 'done') for r in self.runs if r.id in set(settled)}
         self.waiting, self.futures, self.times = [r for r in self.runs if r.id not in self.outcomes], {}, {}
 
@@ -602,7 +615,7 @@ def read_progress(folder)->dict:
     try: return json.loads((Path(folder)/'progress.json').read_text(encoding='utf-8'))
     except (OSError, json.JSONDecodeError): return dict(done=0, total=1, text='starting')
 
-# %% ../nbs/20_runs.ipynb #b8c2a071
+# %% ../nbs/20_runs.ipynb #9feaf3e7
 def stop_kernels(batch:Batch, store:Store):
     "End the kernels of a batch on this machine"
     import platform
@@ -627,23 +640,22 @@ def settle(runs, store:Store, say=print)->list: # ids that are done
         if found.state == 'done': done.append(r.id)
     return done
 
-def reproduce(
-    profile:str='smoke',
-    tables=None,         # by default all
-    seeds:int=None,      # by default SEEDS[profile]
+def run_batch(
+    runs,                # of one profile, parents before children
+    root='results',
     workers:int=None,    # kernels at a time; by default the number of cores
     scheduler:str=None,  # address of a Dask scheduler
-    root='results',
-    steps:int=None,      # stop each training after so many steps, to see whether it starts
     on_change=None,      # called with the batch after a run has ended
-    live=None            # draw bars; by default on a terminal
+    live=None,           # draw bars; by default on a terminal
+    about:dict={}        # for the manifest
 )->Batch:
-    "Make all runs behind some tables, or what is missing of them"
-    runs, store = limited(graph(cells(profile, tables, seeds)), steps), Store(root, profile)
+    "Make what is missing of some runs"
+    profile, = {r.profile for r in runs}
+    store, workers = Store(root, profile), workers or os.cpu_count() or 1
     store.folder.mkdir(parents=True, exist_ok=True)
     batch = Batch(runs, root, settle(runs, store))
-    workers = workers or os.cpu_count() or 1
-    manifest = dict(tables=tables, seeds=seeds or SEEDS[profile], workers=workers, scheduler=scheduler, started=datetime.now(timezone.utc).isoformat(timespec='seconds'), runs=len(runs), found=len(batch.outcomes))
+    manifest = about | dict(workers=workers, scheduler=scheduler, started=datetime.now(timezone.utc).isoformat(timespec='seconds'), runs=len(runs), found=len(batch.outcomes))
+    def note(): write_json(store.folder/'batch.json', manifest | dict(seconds=time.time() - batch.started, done=len(batch.outcomes)))
     os.environ.setdefault('OMP_NUM_THREADS', '1')
     with open_executor(workers, scheduler, profile) as executor, Board(batch, store, workers, live) as board:
         limit = len(runs) if scheduler else workers
@@ -651,13 +663,23 @@ def reproduce(
             while batch.unfinished:
                 new = batch.step(executor, limit)
                 board.update(new)
-                if new: write_json(store.folder/'batch.json', manifest | dict(seconds=time.time() - batch.started, done=len(batch.outcomes)))
+                if new: note()
                 if new and on_change: on_change(batch)
         except BaseException:
             stop_kernels(batch, store)
             raise
-    write_json(store.folder/'batch.json', manifest | dict(seconds=time.time() - batch.started, done=len(batch.outcomes))) if batch.times or not store.manifest() else None
     return batch
+
+def reproduce(
+    profile:str='smoke',
+    tables=None,    # by default all
+    seeds:int=None, # by default SEEDS[profile]
+    steps:int=None, # stop each training after so many steps, to see whether it starts
+    **kwargs        # of `run_batch`
+)->Batch:
+    "Make all runs behind some tables, or what is missing of them"
+    runs = limited(graph(cells(profile, tables, seeds)), steps)
+    return run_batch(runs, about=dict(tables=tables, seeds=seeds or SEEDS[profile]), **kwargs)
 
 # %% ../nbs/20_runs.ipynb #f55593a0
 class open_executor:

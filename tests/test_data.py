@@ -246,13 +246,14 @@ def test_sizes_of_imresize():
     with pytest.raises(ValueError, match='scale must be positive'): D.imresize(x, 0)
 
 
+@pytest.mark.parametrize('prefix', ['', 'DIV2K_train_'])
 @pytest.mark.parametrize('scale', [2, 3, 4])
-def test_small_pictures_are_files(scale, tmp_path):
-    "Pairs computed in memory equal pairs read from HR/ and LR_bicubic/"
+def test_small_pictures_are_files(scale, prefix, tmp_path):
+    "Pairs computed in memory equal pairs read from HR/ and LR_bicubic/, or from DIV2K's folders"
     img = noise(3, 50, 61)
-    save(img, tmp_path/'HR/0001.png')
+    save(img, tmp_path/f'{prefix}HR/0001.png')
     h, w = 50//scale*scale, 61//scale*scale
-    save(D.imresize(img[:, :h, :w], 1/scale), tmp_path/f'LR_bicubic/X{scale}/0001x{scale}.png')
+    save(D.imresize(img[:, :h, :w], 1/scale), tmp_path/f'{prefix}LR_bicubic/X{scale}/0001x{scale}.png')
     (lr, hr), (lr2, hr2) = D.luma_pair(img, scale), D.luma_pairs(tmp_path, scale, cache=False)['0001']
     assert_same(lr, lr2, 0); assert_same(hr, hr2, 0)
     assert hr.shape == (1, h, w) and lr.shape == (1, h//scale, w//scale)

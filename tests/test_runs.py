@@ -1,0 +1,329 @@
+"The driver: real trainings in real kernels, killed, broken, resumed, and on a cluster"
+import json, os, shutil, signal, subprocess, sys, time
+from dataclasses import replace
+from pathlib import Path
+import pytest
+from repq import runs as R
+
+ROOT = Path(__file__).parent.parent
+
+
+def short(run, **changes):
+    "A run of super-resolution that takes a few seconds"
+    parent = short(run.parent, **changes) if run.parent else None
+    return replace(run, parent=parent, settings=run.settings | dict(epochs=4, steps_per_epoch=6, batch_size=4) | changes)
+
+
+def family(**changes):
+    "A parent and two children"
+    plain = R.super_resolution('smoke', 0, 'fp', block='plain')
+    return [short(r, **changes) for r in (plain, R.super_resolution('smoke', 0, 'plain', 8), R.super_resolution('smoke', 0, 'plain', 4))]
+
+
+CODE = '''
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.test_runs import family
+from repq.runs import run_batch
+if __name__ == '__main__':
+    batch = run_batch(family(), sys.argv[2], workers=2, live=False, scheduler=sys.argv[3] or None)
+    sys.exit(any(o.state != 'done' for o in batch.outcomes.values()))
+'''
+
+
+def start(root, scheduler=''):
+    script = Path(root).parent/'driver.py'
+    script.write_text(CODE)
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+    return subprocess.Popen([sys.executable, str(script), str(ROOT), str(root), scheduler], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def results(root):
+    "What must not depend on how a batch came about: metrics, history and the bytes of the weights"
+    found = {}
+    for r in family():
+        record = R.read_record(Path(root)/'smoke'/r.id, weights=True)
+        found[r.id] = record['metrics'], record['history'], record['weights']['sha256']
+    return found
+
+
+def wait_for(condition, seconds=120, what=''):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, f'waited {seconds} s for {what}'
+        time.sleep(0.05)
+
+
+def pids_in(root):
+    "Kernels that are at a run below a folder"
+    return [json.loads(p.read_text())['pid'] for p in Path(root).glob('smoke/.work/*/progress.json')]
+
+
+def alive(pid):
+    try: return open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[0] != 'Z'
+    except FileNotFoundError: return False
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+    root = tmp_path_factory.mktemp('undisturbed')/'results'
+    driver = start(root)
+    out = driver.communicate(timeout=300)[0]
+    assert driver.returncode == 0, out
+    return root, results(root)
+
+
+def test_finished_runs_are_complete(undisturbed):
+    root, found = undisturbed
+    for r in family():
+        folder = root/'smoke'/r.id
+        assert {p.name for p in folder.iterdir()} >= {'record.json', 'notebook.ipynb', 'weights.safetensors', 'crop.png'}
+        assert not (folder/'checkpoint.safetensors').exists() and not (folder/'lock').exists()
+        text = (folder/'notebook.ipynb').read_text()
+        assert 'image/png' in text and 'injected-parameters' in text, 'the executed notebook has no pictures, or no parameters'
+        record = R.read_record(folder)
+        assert record['time']['sessions'] == 1 and len(record['history']) == 4 and record['environment']['torch']
+    assert not any((root/'smoke'/'.work').iterdir())
+
+
+def test_same_seed_twice(undisturbed, tmp_path):
+    "In other kernels, started the ordinary way"
+    parent = family()[0]
+    o = R.execute(parent, tmp_path, fork=False)
+    assert o.state == 'done', o.why
+    record = R.read_record(tmp_path/'smoke'/parent.id)
+    assert (record['metrics'], record['history'], record['weights']['sha256']) == undisturbed[1][parent.id]
+    other = replace(parent, seed=1)
+    assert R.execute(other, tmp_path).state == 'done' and R.read_record(tmp_path/'smoke'/other.id)['metrics'] != record['metrics']
+
+
+@pytest.mark.parametrize('moment', ['in the parent', 'in a child', 'before the rename'])
+def test_kill_9_and_again(undisturbed, tmp_path, moment):
+    "Killed at once, without a chance to clean up: no kernel stays, and the next batch ends as if nothing had happened"
+    root, (parent, child, _) = tmp_path/'results', family()
+    store = R.Store(root, 'smoke')
+    condition = {'in the parent': lambda: (store.work(parent)/'checkpoint.safetensors').exists(),
+                 'in a child': lambda: (store.work(child)/'checkpoint.safetensors').exists(),
+                 'before the rename': lambda: (store.work(parent)/'record.json').exists()}[moment]
+    driver = start(root)
+    try: wait_for(condition, what=moment)
+    finally: driver.kill()
+    driver.wait()
+    pids = pids_in(root)
+    wait_for(lambda: not any(map(alive, pids)) and not any(R.locked(store.work(r)) for r in family()), 15, f'kernels {pids} to end')
+    states = [store.look(r).state for r in (parent, child)]
+    assert states[0] == ('done' if moment == 'in a child' else 'interrupted'), states
+    stamp = (store.done(parent)/'record.json').stat().st_mtime_ns if states[0] == 'done' else None
+    driver = start(root)
+    out = driver.communicate(timeout=300)[0]
+    assert driver.returncode == 0, out
+    assert results(root) == undisturbed[1]
+    if stamp: assert (store.done(parent)/'record.json').stat().st_mtime_ns == stamp, 'a finished run was done twice'
+    sessions = R.read_record(store.done(child if moment == 'in a child' else parent))['time']['sessions']
+    assert sessions == (1 if moment == 'before the rename' else 2)
+
+
+def test_damage_is_named_and_set_aside(undisturbed, tmp_path, capsys):
+    root, (parent, child, other) = tmp_path/'results', family()
+    shutil.copytree(undisturbed[0], root)
+    store = R.Store(root, 'smoke')
+    record = store.done(child)/'record.json'
+    record.write_text(record.read_text()[:-40])
+    (store.done(other)/'weights.safetensors').write_bytes(b'nonsense')
+    batch = R.run_batch(family(), root, workers=2, live=False)
+    out = capsys.readouterr().out
+    assert 'record.json is damaged' in out and 'its hash differs' in out and out.count('not trusted') == 2
+    assert all(o.state == 'done' for o in batch.outcomes.values()) and results(root) == undisturbed[1]
+    assert len(list((root/'smoke'/'.corrupt').iterdir())) == 2
+
+
+def test_failures_stay_alone(undisturbed, tmp_path):
+    "A run that fails is reported with its notebook; its children are skipped, all others go on"
+    root = tmp_path/'results'
+    shutil.copytree(undisturbed[0], root)
+    good, bad = family(), family(data='nonsense')
+    batch = R.run_batch(bad + good, root, workers=2, live=False)
+    states = {r.id: batch.outcomes[r.id].state for r in bad + good}
+    assert [states[r.id] for r in bad + good] == ['failed', 'skipped', 'skipped', 'done', 'done', 'done']
+    store = R.Store(root, 'smoke')
+    found = store.look(bad[0])
+    assert found.state == 'failed' and "data must be one of" in found.why and 'nonsense' in found.why
+    assert 'nonsense' in (found.folder/'notebook.ipynb').read_text()
+    assert bad[0].id in batch.outcomes[bad[1].id].why
+
+
+def test_diverging_training_is_a_failure(tmp_path):
+    run = replace(family()[0], settings=family()[0].settings | dict(lr=1e9, schedule='constant', optimizer='sgd'))
+    o = R.execute(run, tmp_path)
+    assert o.state == 'failed' and 'the loss is' in o.why and 'learning rate' in o.why
+
+
+def test_weights_that_do_not_fit(undisturbed, tmp_path):
+    "A parent of another shape under the parent's name: its record is whole, so the network must notice"
+    root, (parent, child, _) = tmp_path/'results', family()
+    wide = replace(parent, settings=parent.settings | dict(channels=16))
+    assert R.execute(wide, root).state == 'done'
+    store = R.Store(root, 'smoke')
+    shutil.copytree(undisturbed[0]/'smoke'/parent.id, store.done(parent))
+    shutil.copy(store.done(wide)/'weights.safetensors', store.done(parent))
+    record = json.loads((store.done(parent)/'record.json').read_text())
+    record['weights']['sha256'] = R.sha256(store.done(parent)/'weights.safetensors')
+    R.write_json(store.done(parent)/'record.json', record)
+    o = R.execute(child, root)
+    assert o.state == 'failed' and 'does not fit the network' in o.why and 'expected' in o.why
+
+
+def test_full_disk(tmp_path):
+    "On a file system with room for almost nothing; afterwards, with room, the run goes on"
+    small = tmp_path/'small'
+    small.mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'tmpfs', str(small)], capture_output=True).returncode: pytest.skip('needs the right to mount a small file system')
+    try:
+        run = family()[0]
+        o = R.execute(run, small)
+        assert o.state == 'failed' and 'No space left on device' in o.why, o
+        assert not R.Store(small, 'smoke').done(run).exists()
+        subprocess.run(['mount', '-o', 'remount,size=64m', str(small)], check=True)
+        assert R.execute(run, small).state == 'done'
+    finally: subprocess.run(['umount', '-l', str(small)], check=True)
+
+
+def test_parameters_are_checked(tmp_path):
+    nb = json.loads((R.experiments()/'classify.ipynb').read_text())
+    path = tmp_path/'nb.ipynb'
+    names = {'model', 'bits', 'settings'}
+    path.write_text(json.dumps(nb)); R.check_parameters(path, names)
+    with pytest.raises(ValueError, match='no parameter bitz'): R.check_parameters(path, names | {'bitz'})
+    for c in nb['cells']: c['metadata'].pop('tags', None)
+    path.write_text(json.dumps(nb))
+    with pytest.raises(ValueError, match='0 cells with the tag parameters'): R.check_parameters(path, names)
+
+
+def test_what_the_notebook_did_is_compared(undisturbed, tmp_path):
+    parent = family()[0]
+    store = R.Store(tmp_path, 'smoke')
+    shutil.copytree(undisturbed[0]/'smoke'/parent.id, store.work(parent))
+    record = json.loads((store.work(parent)/'record.json').read_text())
+    R.write_json(store.work(parent)/'record.json', record | dict(run=record['run'] | dict(seed=7)))
+    with pytest.raises(ValueError, match='did not run with the values it was given: seed'): R.complete(parent, store)
+    assert not store.done(parent).exists()
+
+
+def test_older_code_is_told(undisturbed, tmp_path, monkeypatch):
+    root = tmp_path/'results'
+    shutil.copytree(undisturbed[0], root)
+    run = family()[0]
+    assert R.Store(root, 'smoke').look(run).state == 'done'
+    monkeypatch.setattr(R, 'code_hash', lambda task: 'abcdef')
+    found = R.Store(root, 'smoke').look(run)
+    assert found.state == 'older code' and found.record['metrics'] and 'earlier version' in found.why
+
+
+# -- a cluster
+
+@pytest.fixture
+def cluster(tmp_path):
+    "A Dask scheduler and two workers, each a process of its own"
+    pytest.importorskip('distributed')
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+    file = tmp_path/'scheduler.json'
+    def dask(*words): return subprocess.Popen([sys.executable, '-m', 'distributed.cli.'+words[0], *words[1:]], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    started = [dask('dask_scheduler', '--port', '0', '--scheduler-file', str(file), '--no-dashboard', '--host', '127.0.0.1')]
+    wait_for(lambda: file.exists() and file.read_text(), what='the scheduler')
+    address = json.loads(file.read_text())['address']
+    started += [dask('dask_worker', address, '--nthreads', '1', '--no-dashboard', '--no-nanny', '--name', name, '--local-directory', str(tmp_path/name)) for name in ('one', 'two')]
+    yield address, started[1:]
+    for p in started:
+        try: os.killpg(p.pid, signal.SIGKILL)
+        except ProcessLookupError: pass
+
+
+def test_cluster_loses_a_worker(undisturbed, tmp_path, cluster):
+    "Two workers, one killed in the middle of the parent: the other goes on from the checkpoint, and the results are the same"
+    address, workers = cluster
+    root, (parent, *_) = tmp_path/'results', family()
+    store = R.Store(root, 'smoke')
+    driver = start(root, address)
+    wait_for(lambda: (store.work(parent)/'checkpoint.safetensors').exists(), what='the first epoch on the cluster')
+    kernel, = pids_in(root)
+    owner, = [w for w in workers if parent_of(kernel, w.pid)]
+    owner.kill()
+    out = driver.communicate(timeout=300)[0]
+    assert driver.returncode == 0, out
+    assert results(root) == undisturbed[1]
+    assert R.read_record(store.done(parent))['time']['sessions'] == 2 and not alive(kernel)
+
+
+def parent_of(pid, ancestor):
+    while pid > 1:
+        if pid == ancestor: return True
+        try: pid = int(open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[1])
+        except FileNotFoundError: return False
+    return False
+
+
+def test_no_scheduler_there(tmp_path):
+    pytest.importorskip('distributed')
+    with pytest.raises(OSError, match='no Dask scheduler answers'):
+        with R.open_executor(1, 'tcp://127.0.0.1:9'): pass
+
+
+# -- the paper's setting
+
+@pytest.fixture(scope='module')
+def paper_data(tmp_path_factory):
+    "A few pictures in the layouts of ImageNet, DIV2K and the test sets"
+    import skimage.data
+    from PIL import Image
+    data, picture = tmp_path_factory.mktemp('data'), Image.fromarray(skimage.data.astronaut())
+    def save(path, size, at):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.crop((at, at, at + size, at + size)).save(path)
+    for i, wnid in enumerate(('n01440764', 'n01443537')):
+        for k in range(2): save(data/f'imagenet/train/{wnid}/{wnid}_{k}.JPEG', 240, 50*i + 20*k)
+        save(data/f'imagenet/val/{wnid}/ILSVRC2012_val_{i:08d}.JPEG', 240, 40*i)
+    for k in range(2): save(data/f'sr/DIV2K/DIV2K_train_HR/{k + 1:04d}.png', 160, 100*k)
+    for name in ('Set5', 'Set14', 'B100', 'Urban100'): save(data/f'sr/benchmark/{name}/HR/a.png', 96, 200)
+    return data
+
+
+def paper_runs(): return R.limited(R.graph(R.cells('paper')), steps=2)
+
+
+def test_paper_runs_are_complete():
+    runs = R.graph(R.cells('paper'))
+    assert {r.model for r in runs} == {'repvgg_a0', 'repvgg_b0', 'resnet18', 'ecbsr'} and {r.strategy for r in runs} == {'fp', 'plain', 'merged', 'repq', 'ptq', 'time'}
+    assert {r.statistics for r in runs} == {'', 'batch', 'estimate', 'calibrated', 'sampled', '1x1'}
+    by = {(r.model, r.block, r.strategy, r.statistics, r.bits): r.settings for r in runs if r.task != 'time'}
+    assert by['repvgg_a0', 'repvgg', 'merged', '', 8]['lr'] in (0.001, 0.01) and by['resnet18', 'acnet', 'repq', 'estimate', 8]['step_lr'] == 1e-4
+    assert by['ecbsr', 'ecb', 'repq', '', 2] | dict(threads=0, compiled=0) == dict(epochs=1000, batch_size=32, optimizer='adam', schedule='constant', warmup=0, weight_decay=0., data='div2k', patch=64,
+        steps_per_epoch=1600, lr=5e-4, step_lr=5e-4, threads=0, compiled=0)
+    assert all(0 < R.gpu_hours(r) < 1000 for r in runs)
+
+
+SOME = [('ecbsr', 'ecb', 'repq', '', 4), ('resnet18', 'acnet', 'repq', 'estimate', 8), ('repvgg_a0', 'qarepvgg', 'ptq', '', 8)]
+
+def pytest_generate_tests(metafunc):
+    "Some of the paper's runs, with --slow all of them"
+    if 'paper_run' not in metafunc.fixturenames: return
+    slow = metafunc.config.getoption('--slow')
+    runs = [r for r in paper_runs() if slow or (r.model, r.block, r.strategy, r.statistics, r.bits) in SOME]
+    metafunc.parametrize('paper_run', runs, ids=lambda r: r.label)
+
+
+@pytest.fixture(scope='module')
+def paper_results(tmp_path_factory): return tmp_path_factory.mktemp('paper')
+
+
+def test_paper_runs_start(paper_run, paper_data, paper_results, monkeypatch):
+    "Two steps of each, on CPU, with the batch as large as the data"
+    monkeypatch.setenv('REPQ_DATA', str(paper_data))
+    monkeypatch.setenv('REPQ_CACHE', str(paper_results/'cache'))
+    small = dict(compiled=False, threads=1)
+    def light(r): return replace(r, parent=light(r.parent) if r.parent else None, settings=r.settings | small | (dict(batch=2, size=64) if r.task == 'time' else dict(patch=16) if r.model == 'ecbsr' else {}))
+    run = light(paper_run)
+    for r in ([run.parent] if run.parent else []) + [run]:
+        o = R.execute(r, paper_results, fork=True)
+        assert o.state == 'done', o.why
+    record = R.read_record(paper_results/'paper'/run.id, weights=run.task != 'time')
+    assert record['run']['settings'].get('max_steps', 2) == 2

@@ -1,0 +1,377 @@
+"Tables and claims from records: what is there, what is missing, what is damaged; several seeds; three formats"
+import json, math, os, re, shutil, subprocess, sys
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean, stdev
+import pytest
+from records import metrics_of, write_all, write_failure, write_run
+from repq import runs, tables
+from repq.tables import FAILS, HOLDS, OPEN, Interval, Results, accuracy, psnr, table
+
+A0_8 = 'RepQ beats Plain and Merged: RepVGG-A0 at 8 bits'
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory): return write_all(tmp_path_factory.mktemp('whole'), images=1)
+
+
+@pytest.fixture
+def batch(whole, tmp_path): return Path(shutil.copytree(whole, tmp_path/'results'))
+
+
+def run_at(address, seed=0, profile='smoke', seeds=1): return next(r for r in Results(profile, '/nowhere', seeds).cells[address].runs if r.seed == seed)
+
+
+def verdict(root, claim, profile='smoke', seeds=1): return next(v for v in tables.claims(profile, root, seeds) if v.claim == claim)
+
+
+def change(root, run, **metrics):
+    "The same run with other metrics"
+    return write_run(root, run, {**metrics_of(run, images=1), **metrics})
+
+
+def row(t, *labels): return next(items for l, items in t.rows if l == labels)
+
+
+def test_little_is_loaded():
+    code = "import sys, repq.tables; print(*[m for m in ('torch', 'pandas', 'matplotlib', 'numpy', 'scipy', 'fastai') if m in sys.modules])"
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == ''
+
+
+# Numbers and what stands in for them
+
+def test_numbers_come_from_the_best_epoch(whole):
+    run = run_at(accuracy('RepVGG-A0', 'RepQ-BN', '8'))
+    m, item = metrics_of(run, images=1), row(table(2, 'smoke', whole, 1), 'RepVGG-A0', 'RepQ-BN')[2]
+    error = 100*math.sqrt(m['best_accuracy']*(1 - m['best_accuracy'])/m['valid_size'])
+    assert item.text == f'{100*m["best_accuracy"]:.2f} ± {error:.2f}' and item.links == (f'{run.id}/notebook.ipynb',)
+    assert f'last epoch: {100*m["accuracy"]:.2f}' in item.title
+    assert row(table(2, 'smoke', whole, 1), 'RepVGG-A0', 'RepQ-BN')[3].text == '73.11'
+
+
+def test_not_run_yet(batch):
+    run = run_at(accuracy('RepVGG-A0', 'Plain', '8'))
+    shutil.rmtree(batch/'smoke'/run.id)
+    item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
+    assert (item.text, item.links, item.title) == ('not run', (), 'missing: was not run yet')
+    v = verdict(batch, A0_8)
+    assert v.verdict == OPEN and v.why == 'RepVGG-A0 Plain at 8 bits: missing: was not run yet'
+
+
+def test_failed_run_says_why_everywhere(batch):
+    run, why = run_at(accuracy('RepVGG-A0', 'Plain', '8')), 'ValueError: <b>50%_of {x} | & $1~^\\'
+    shutil.rmtree(batch/'smoke'/run.id)
+    write_failure(batch, run, why)
+    t = table(2, 'smoke', batch, 1)
+    item = row(t, 'RepVGG-A0', 'Plain')[2]
+    assert item.text == 'failed' and item.note == f'failed: {why}' and item.links == (f'.work/{run.id}/notebook.ipynb',) and (batch/'smoke'/item.links[0]).exists()
+    assert '&lt;b&gt;50%_of {x} | &amp; $1~^\\' in t.html() and '<b>50' not in t.html()
+    assert r'\textless{}b\textgreater{}50\%\_of \{x\} | \& \$1\textasciitilde{}\textasciicircum{}\textbackslash{}' in t.latex()
+    assert r'\<b\>50%\_of {x} \| & $1\~^\\' in t.markdown()
+    assert why in str(t) and why in verdict(batch, A0_8).why
+    page = tables.write_report(batch, 'smoke', 1).read_text()
+    assert 'Runs that went wrong' in page and '&lt;b&gt;50%_of' in page and '<b>50' not in page
+
+
+def test_children_of_a_failed_parent_name_it(batch):
+    child = run_at(accuracy('AC-ResNet-18', 'RepQ-BN', '8'))
+    for r in (child, child.parent): shutil.rmtree(batch/'smoke'/r.id)
+    write_failure(batch, child.parent, 'out of memory')
+    assert row(table(2, 'smoke', batch, 1), 'AC-ResNet-18', 'RepQ-BN')[2].note == f'missing: its parent {child.parent.id} is failed'
+
+
+@pytest.mark.parametrize('damage, says', [
+    (lambda f: (f/'record.json').write_text((f/'record.json').read_text()[:200]), 'record.json is damaged'),
+    (lambda f: (f/'record.json').unlink(), 'record.json is missing'),
+    (lambda f: (f/'weights.safetensors').unlink(), 'weights.safetensors is missing')])
+def test_damaged_results_are_named_not_trusted(batch, damage, says):
+    run = run_at(accuracy('RepVGG-A0', 'Plain', '8'))
+    damage(batch/'smoke'/run.id)
+    item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
+    assert item.text == 'corrupt' and says in item.note
+    assert verdict(batch, A0_8).verdict == OPEN and says in tables.write_report(batch, 'smoke', 1).read_text()
+
+
+@pytest.mark.parametrize('metrics, says', [(dict(best_accuracy=float('nan')), 'training diverged: nan'), (dict(best_accuracy=None), 'NoneType')])
+def test_a_record_without_a_number(batch, metrics, says):
+    change(batch, run_at(accuracy('RepVGG-A0', 'Plain', '8')), **metrics)
+    item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
+    assert item.text == 'no number' and says in item.note and verdict(batch, A0_8).verdict == OPEN
+
+
+def test_a_record_without_a_column(batch):
+    run = run_at(psnr('8', 'Plain', 'U100'))
+    change(batch, run, psnr={'Set5': 33.})
+    assert row(table(3, 'smoke', batch, 1), '8', 'Plain')[6].note == "its record has no 'U100'"
+
+
+def test_results_of_older_code_are_shown_and_marked(batch):
+    run = run_at(accuracy('RepVGG-A0', 'Plain', '8'))
+    old = run.id.removesuffix(run.code) + 'abc123'
+    record = json.loads((batch/'smoke'/run.id/'record.json').read_text())
+    (batch/'smoke'/run.id).rename(batch/'smoke'/old)
+    (batch/'smoke'/old/'record.json').write_text(json.dumps(record | dict(id=old, code='abc123')))
+    item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
+    assert item.text.startswith('90.') and item.note == 'measured by older code' and item.links == (f'{old}/notebook.ipynb',)
+    assert '1 older code' in tables.write_report(batch, 'smoke', 1).read_text()
+
+
+def test_best_and_second_best_of_ours(batch):
+    for method, a in {'QARepVGG, PTQ': .5, 'QARepVGG, QAT': .6, 'Plain': .91, 'Merged': .89, 'RepQ-BN': .92, 'RepQ-BNEst': .90}.items(): change(batch, run_at(accuracy('RepVGG-A0', method, '8')), best_accuracy=a)
+    styles = {m: row(table(2, 'smoke', batch, 1), 'RepVGG-A0', m)[2].style for m in ('Plain', 'Merged', 'RepQ-BN', 'RepQ-BNEst')}
+    assert styles == {'Plain': 'second', 'Merged': '', 'RepQ-BN': 'best', 'RepQ-BNEst': ''}
+
+
+# Several seeds
+
+@pytest.fixture(scope='module')
+def seeds3(tmp_path_factory): return write_all(tmp_path_factory.mktemp('seeds'), seeds=3, images=1)
+
+
+def test_mean_and_deviation_over_seeds(seeds3):
+    at = accuracy('RepVGG-A0', 'RepQ-BN', '4')
+    values = [100*metrics_of(run_at(at, s, seeds=3), images=1)['best_accuracy'] for s in range(3)]
+    t = table(2, 'smoke', seeds3, 3)
+    item = row(t, 'RepVGG-A0', 'RepQ-BN')[4]
+    assert item.text == f'{fmean(values):.2f} ± {tables.show_error(stdev(values))}'
+    assert item.links == tuple(f'{run_at(at, s, seeds=3).id}/notebook.ipynb' for s in range(3)) and all((Path(seeds3)/'smoke'/l).exists() for l in item.links)
+    assert 'standard deviation over 3 seeds' in t.caption
+
+
+def test_interval_over_seeds_is_student_t(seeds3):
+    d = [100*(metrics_of(run_at(accuracy('RepVGG-A0', 'RepQ-BN', '8'), s, seeds=3))['best_accuracy'] - metrics_of(run_at(accuracy('RepVGG-A0', 'Plain', '8'), s, seeds=3))['best_accuracy']) for s in range(3)]
+    part = verdict(seeds3, A0_8, seeds=3).evidence[0]
+    assert part.compare.what == 'RepQ-BN over Plain' and part.ours.how == '3 seeds'
+    low, high = part.ours.bounds()
+    assert abs((high - low)/2 - 4.302653*stdev(d)/math.sqrt(3)) < 1e-4 and abs((low + high)/2 - fmean(d)) < 1e-9
+
+
+def test_a_seed_that_is_missing(seeds3, tmp_path):
+    root, at = Path(shutil.copytree(seeds3, tmp_path/'r')), accuracy('RepVGG-A0', 'RepQ-BN', '4')
+    shutil.rmtree(root/'smoke'/run_at(at, 1, seeds=3).id)
+    values = [100*metrics_of(run_at(at, s, seeds=3))['best_accuracy'] for s in (0, 2)]
+    item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'RepQ-BN')[4]
+    assert item.text.startswith(f'{fmean(values):.2f} ±') and item.note == '2 of 3 seeds: missing: was not run yet' and len(item.links) == 2
+    part = verdict(root, 'RepQ beats Plain and Merged: RepVGG-A0 at 4 bits', seeds=3).evidence[0]
+    assert part.ours.how == '2 seeds' and part.ours.df == 1
+
+
+def test_equal_scores_are_not_certain(seeds3, tmp_path):
+    "Two methods with the same accuracy in all seeds: the difference is not known to be zero"
+    root = Path(shutil.copytree(seeds3, tmp_path/'r'))
+    for s in range(3):
+        for method in ('Plain', 'Merged', 'RepQ-BN', 'RepQ-BNEst'): change(root, run_at(accuracy('RepVGG-A0', method, '8'), s, seeds=3), best_accuracy=.9, valid_size=360)
+    assert verdict(root, A0_8, seeds=3).verdict == OPEN
+
+
+def test_seeds_of_the_last_batch_are_the_default(seeds3, tmp_path):
+    root = Path(shutil.copytree(seeds3, tmp_path/'r'))
+    assert Results('smoke', root).seeds == runs.SEEDS['smoke']
+    runs.write_json(root/'smoke'/'batch.json', dict(seeds=3))
+    assert Results('smoke', root).seeds == 3 and len(row(table(2, 'smoke', root), 'RepVGG-A0', 'Plain')[2].links) == 3
+
+
+# Verdicts
+
+@pytest.mark.parametrize('repq, expected', [(.93, HOLDS), (.912, OPEN), (.88, FAILS)])
+def test_verdict_follows_the_numbers(batch, repq, expected):
+    for method, a in {'Plain': .90, 'Merged': .91, 'RepQ-BN': repq, 'RepQ-BNEst': repq}.items(): change(batch, run_at(accuracy('RepVGG-A0', method, '8')), best_accuracy=a, valid_size=10_000)
+    v = verdict(batch, A0_8)
+    assert v.verdict == expected and v.paper == 'holds'
+    mid, low, high = v.interval
+    assert abs(mid - 100*(repq - .91)) < 1e-6 and low < mid < high and {HOLDS: low > 0, OPEN: low < 0 < high, FAILS: high < 0}[expected]
+    assert all(p.links and all((batch/'smoke'/l).exists() for l in p.links) for p in v.evidence)
+
+
+def test_one_bad_comparison_spoils_a_claim(batch):
+    change(batch, run_at(accuracy('RepVGG-A0', 'RepQ-BNEst', '8')), best_accuracy=.85)
+    v = verdict(batch, A0_8)
+    assert v.verdict == FAILS and v.why == 'against it: RepQ-BNEst over Plain and 1 more'
+
+
+def test_one_of_many_is_not_enough(monkeypatch):
+    "At 95 %, one of twelve comparisons fails by luck; only one that fails at 1 - 0.05/12 counts"
+    results = Results('smoke', '/nowhere', 1)
+    claim = next(c for c in tables.psnr_claims() if c.text == 'Merged is inferior to Plain on ECBSR')
+    assert len(claim.compare) == 12
+    for z, expected in ((-2.2, OPEN), (-4., FAILS), (2.2, HOLDS)):
+        odd = claim.compare[3]
+        monkeypatch.setattr(tables, 'in_records', lambda c, r: (Interval(z if c is odd else 5., 1.), []))
+        v = tables.judge_claim(claim, results)
+        assert v.verdict == expected, z
+        if z == -2.2: assert v.why == f'11 of 12 comparisons hold; {odd.what} is against it alone, but not as one of 12'
+
+
+def test_super_resolution_is_paired_by_image(tmp_path):
+    "A small gain on every image counts, though images differ by whole decibels; the same gain on average with scatter does not"
+    write_all(tmp_path, images=5)
+    def scores(offsets): return {s: {f'{s} {i}': 30 + 3*i + o for i, o in enumerate(offsets)} for s in runs.TEST_SETS}
+    def put(method, offsets):
+        run, per_image = run_at(psnr('8', method, 'Set5')), scores(offsets)
+        write_run(tmp_path, run, metrics_of(run) | dict(per_image=per_image, psnr={s: fmean(v.values()) for s, v in per_image.items()}))
+    claim = 'RepQ beats Plain and Merged: ECBSR at 8 bits'
+    for method in ('Plain', 'Merged'): put(method, [0, .001, 0, .001, 0])
+    put('RepQ', [.05, .051, .049, .05, .05])
+    v = verdict(tmp_path, claim)
+    assert v.verdict == HOLDS and len(v.evidence) == 8 and v.evidence[0].ours.how == 'one seed, 5 images' and v.evidence[0].ours.df == 4
+    put('RepQ', [.55, -.45, .30, -.2, .05])
+    assert verdict(tmp_path, claim).verdict == OPEN
+    put('RepQ', [-.05, -.051, -.049, -.05, -.05])
+    assert verdict(tmp_path, claim).verdict == FAILS
+
+
+def test_single_photographs_are_taken_together(whole):
+    v = verdict(whole, 'RepQ beats Plain and Merged: ECBSR at 4 bits')
+    assert [p.compare.what for p in v.evidence] == ['all photographs: RepQ over Plain', 'all photographs: RepQ over Merged'] and v.evidence[0].ours.how == 'one seed, 4 images'
+    assert v.paper == 'ties' and 'B100: RepQ over Plain' in v.paper_why and 'U100: RepQ over Merged' in v.paper_why
+    assert 'coffee' in table(3, 'smoke', whole, 1).caption
+
+
+def test_time_saved(batch):
+    run = run_at(('4', ('ACNets',), 'QAT RepQ-BN'))
+    def put(est, width): write_run(batch, run, metrics_of(run) | dict(relative={c: dict(median=v, low=v*(1 - width), high=v*(1 + width)) for c, v in {**dict.fromkeys(('FP Plain', 'QAT Plain'), 1.), 'FP Re-parametrized': 2., 'QAT RepQ-BN': 2., 'QAT RepQ-BNEst': est}.items()}))
+    claim = 'RepQ-BNEst takes 25 % less training time than RepQ-BN'
+    for est, width, expected in ((1.4, .01, HOLDS), (1.7, .01, FAILS), (1.5, .2, OPEN)):
+        put(est, width)
+        v = verdict(batch, claim)
+        assert v.verdict == expected and abs(v.interval[0] - 100*(1 - est/2)) < 1e-9
+    put(1.9, .001)
+    assert verdict(batch, 'RepQ-BNEst takes less training time than RepQ-BN').verdict == HOLDS and verdict(batch, 'Training takes no longer than Table 4 says').verdict == FAILS
+
+
+def test_bit_operations_are_those_of_the_records(batch):
+    claim = '4-bit RepVGG-B0 needs two times fewer bit-operations than 8-bit RepVGG-A0'
+    assert verdict(batch, claim).verdict == FAILS
+    run = run_at(accuracy('RepVGG-B0', 'RepQ-BNEst', '4'))
+    write_run(batch, run, cost=dict(macs=1, bit_ops=32_000_000, parameters=1))
+    v = verdict(batch, claim)
+    assert v.verdict == HOLDS and v.interval == (2., 2., 2.) and v.paper == 'contradicts itself' and '1.77' in v.paper_why
+
+
+def test_where_the_paper_disagrees_with_itself(whole):
+    odd = {v.claim: v.paper for v in tables.claims('smoke', whole, 1) if v.paper in ('ties', 'contradicts itself')}
+    assert odd == {'RepQ beats Plain and Merged: OREPA-ResNet-18 at 4 bits': 'ties', 'RepQ beats Plain and Merged: ECBSR at 4 bits': 'ties', 'The gap to QARepVGG at 8 bits exceeds 1 %': 'ties',
+                   'Merged is inferior to Plain on ECBSR': 'contradicts itself', '8-bit quantization of re-parametrized models is lossless': 'contradicts itself',
+                   '4 bits need four times fewer bit-operations than 8': 'contradicts itself', '4-bit RepVGG-B0 needs two times fewer bit-operations than 8-bit RepVGG-A0': 'contradicts itself',
+                   'RepQ-BNEst takes 25 % less training time than RepQ-BN': 'contradicts itself', 'Merged 8-bit RepVGG-A0 gains from a tenfold smaller learning rate': 'contradicts itself'}
+
+
+def test_side_experiments_belong_to_larger_profiles(whole):
+    assert verdict(whole, '4-bit OREPA-ResNet-18 gains from half the weight decay').why.endswith('no run in the smoke profile')
+
+
+@pytest.fixture(scope='module')
+def cpu(tmp_path_factory): return write_all(tmp_path_factory.mktemp('cpu'), 'cpu')
+
+
+def test_rows_beyond_the_paper_and_side_experiments(cpu):
+    found = {t.number: t for t in tables.all_tables('cpu', cpu, 1)}
+    assert list(found) == ['1', '2', '3', '4', 'S1', 'side']
+    assert row(found['2'], 'RepVGG-A0', 'RepQ-calibrated †')[3].text == '–' and '†' in found['2'].caption
+    assert [l for l, _ in found['3'].rows][:3] == [('32', ''), ('32', 'Plain †'), ('8', 'Plain')]
+    assert ('QAT', 'RepQ-calibrated †', 'ours') in found['4'].columns and ('QAT', 'RepQ-calibrated †', 'paper') not in found['4'].columns
+    labels = [l for l, _ in found['side'].rows]
+    assert ('Merged 8-bit RepVGG-A0, learning rate', 'tenfold: 0.02') in labels and ('full-precision RepVGG-A0, norms that estimate', 'only on 1×1') in labels
+    assert [row(found['side'], *labels[i])[1].text for i in (0, 1)] == ['68.65', '69.21']
+    for address, a in ((1, .9), (0, .8)): write_run(cpu, run_at(list(a for a in Results('cpu', cpu, 1).cells if a[0] == 'side')[address], profile='cpu'), dict(best_accuracy=a, accuracy=a, best_epoch=1, valid_size=10_000, chance=.1))
+    assert verdict(cpu, 'Merged 8-bit RepVGG-A0 gains from a tenfold smaller learning rate', 'cpu').verdict == HOLDS
+
+
+# Tables 1 and S1
+
+def test_table_1_counts_what_really_happened(batch):
+    t = table(1, 'smoke', batch, 1)
+    for name, marks in {'Plain': '1010', 'Merged': '0110', 'RepQ': '0101'}.items():
+        items = row(t, name)
+        assert ''.join('1' if i.text.startswith('✓') else '0' for i in items[::2]) == ''.join('1' if i.text else '0' for i in items[1::2]) == marks
+    run = run_at(accuracy('RepVGG-A0', 'Merged', '8'))
+    write_run(batch, run, layers=dict(total=22, reparametrized=3, quantized=22))
+    before, after = (row(x, 'Merged')[6].text for x in (t, table(1, 'smoke', batch, 1)))
+    assert re.fullmatch(r'0 of \d+', before) and after == '✓ 1' + before[1:]
+
+
+def test_table_s1_is_what_the_runs_are_told(whole):
+    t = table('S1', 'smoke', whole, 1)
+    run = run_at(accuracy('AC-ResNet-18', 'RepQ-BN', '8'))
+    columns = {c: i for i, c in enumerate(t.columns)}
+    assert row(t, '8-bit step learning rate')[columns['AC-ResNet-18', 'ours']].text == f'{run.settings["step_lr"]:g}'
+    assert row(t, 'Merged 8-bit learning rate')[columns['RepVGG-A0 & B0', 'paper']].text == '0.001'
+    assert row(t, 'FP learning rate')[columns['ECBSR', 'paper']].text == '0.0005'
+    paper = table('S1', 'paper', whole, 1)
+    for label in ('Epochs', 'Epochs of QAT', 'Batch size', 'Weight decay', 'FP learning rate', 'Quantized learning rate', 'Merged 8-bit learning rate', '8-bit step learning rate', '4-bit step learning rate'):
+        items = row(paper, label)
+        assert [i.text for i in items[::2]] == [i.text for i in items[1::2]], f'{label}: the paper profile does not follow the paper'
+
+
+# Formats
+
+class Cells(HTMLParser):
+    "The rows of an HTML table as text, spans filled in"
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.spans, self.inside = [], {}, False
+        self.feed(text)
+    def handle_starttag(self, tag, attrs):
+        a = dict(attrs)
+        if tag == 'tr': self.rows.append([]); self.fill()
+        if tag in ('td', 'th'): self.cell, self.inside, self.span = '', True, (int(a.get('rowspan') or 1), int(a.get('colspan') or 1))
+    def fill(self):
+        while (len(self.rows) - 1, len(self.rows[-1])) in self.spans: self.rows[-1].append(self.spans[len(self.rows) - 1, len(self.rows[-1])])
+    def handle_endtag(self, tag):
+        if tag not in ('td', 'th'): return
+        self.inside, (down, across), r = False, self.span, len(self.rows) - 1
+        for _ in range(across):
+            for d in range(1, down): self.spans[r + d, len(self.rows[r])] = ''
+            self.rows[r].append(self.cell)
+        self.fill()
+    def handle_data(self, data):
+        if self.inside: self.cell += data
+
+
+def plain_markdown(cell): return re.sub(r'\\(.)', r'\1', re.sub(r'<sup>\w+</sup>|</?u>|\*\*', '', re.sub(r'\[(.*?)\]\([^)]*\)', r'\1', cell))).strip()
+
+
+@pytest.mark.parametrize('number', ['1', '2', '3', '4', 'S1'])
+def test_three_formats_say_the_same(whole, number):
+    t = table(number, 'smoke', whole, 1)
+    width = len(t.stubs) + len(t.columns)
+    lines = [re.split(r' (?<!\\)\| ', l[2:-2]) for l in t.markdown().splitlines() if l.startswith('|')][2:]
+    cells = Cells(t.html()).rows
+    head, body = cells[:len(t.columns[0])], cells[len(t.columns[0]):]
+    assert {len(r) for r in lines} == {len(r) for r in cells} == {width} and len(lines) == len(body) == len(t.rows)
+    for line, html_row, (labels, items) in zip(lines, body, t.rows):
+        assert [plain_markdown(c) for c in line[len(t.stubs):]] == [i.text for i in items]
+        for cell, item in zip(html_row[len(t.stubs):], items): assert cell == item.text + t.letters.get(item.note, '')
+    assert [' '.join(dict.fromkeys(filter(None, column))) for column in zip(*head)][len(t.stubs):] == [' '.join(dict.fromkeys(c)) for c in t.columns]
+    latex = t.latex()
+    rows = [l for l in latex.splitlines() if l.endswith(r'\\')]
+    assert latex.count('{') == latex.count('}') and latex.count(r'\begin') == latex.count(r'\end') == 2
+    for l in rows[-len(t.rows):]: assert len(re.findall(r'(?<!\\)&', l)) == width - 1
+    for l in rows[:-len(t.rows)]: assert sum(int(n) for n in re.findall(r'multicolumn\{(\d+)\}', l)) == len(t.columns)
+    assert latex.isascii() and not re.search(r'(?<!\\)[%#_]', re.sub(r'\\href\{[^}]*\}', '', latex))
+
+
+def test_every_number_of_ours_links_to_its_notebook(whole):
+    for number in ('2', '3', '4'):
+        t = table(number, 'smoke', whole, 1)
+        ours = [i for _, items in t.rows for c, i in zip(t.columns, items) if c[-1] == 'ours' and re.match(r'\d', i.text)]
+        assert len(ours) > 8 and all(len(i.links) == 1 and (Path(whole)/'smoke'/i.links[0]).exists() for i in ours)
+        for text in (t.html(), t.markdown(), t.latex()): assert all(i.links[0] in text for i in ours)
+
+
+def test_files_are_written_whole_or_not_at_all(batch, monkeypatch):
+    paths = tables.write_tables(batch, 'smoke', 1)
+    assert [p.name for p in paths] == ['tables.md', 'tables.html', 'tables.tex'] and all('93.' in p.read_text() for p in paths)
+    links = re.findall(r'\]\(([^)]+)\)', paths[0].read_text())
+    assert len(links) > 50 and all((batch/'smoke'/l).exists() for l in links)
+    before = paths[0].read_text()
+    def refuse(*_): raise OSError('no space left')
+    monkeypatch.setattr(os, 'replace', refuse)
+    with pytest.raises(OSError, match='no space left'): tables.write_tables(batch, 'smoke', 1)
+    assert paths[0].read_text() == before and not list((batch/'smoke').glob('.tables*'))
+
+
+def test_wrong_questions():
+    with pytest.raises(ValueError, match=r'a table is one of 1, 2, 3, 4, S1, side, got 7'): table(7)
+    with pytest.raises(ValueError, match="profile must be one of smoke, cpu, paper, got 'big'"): table(2, 'big')
+    with pytest.raises(ValueError, match='the smoke profile has no side experiments: choose cpu or paper'): table('side', 'smoke', '/nowhere')
