@@ -119,7 +119,7 @@ class ExampleTracer(fx.Tracer):
         if node.op == 'call_module': return self.root.get_submodule(node.target)(*args, **kwargs)
         return (getattr(args[0], node.target) if node.op == 'call_method' else node.target)(*(args[node.op == 'call_method':]), **kwargs)
 
-# %% ../nbs/10_deploy.ipynb #a01dd37c
+# %% ../nbs/10_deploy.ipynb #5cb7ef7f
 @torch.no_grad()
 def second_example(net:nn.Module, example:Tensor)->Tensor:
     "Another example, as different from the first as the network allows"
@@ -133,7 +133,9 @@ def second_example(net:nn.Module, example:Tensor)->Tensor:
 def trace_examples(net:nn.Module, example:Tensor)->fx.Graph:
     "The computation graph of a network; each node knows its module and its values for two examples"
     tracer = ExampleTracer((example, second_example(net, example)))
-    others = list(signature(net.forward).parameters.values())[1:]
+    others = [p for p in signature(net.forward).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
+    needed = [p.name for p in others if p.default is p.empty]
+    if needed: raise ValueError(f'{type(net).__name__} needs a second input, {needed[0]!r}: export takes networks of one tensor')
     try: return tracer.trace(net, concrete_args={p.name: p.default for p in others if p.default is not p.empty})
     except fx.proxy.TraceError as e:
         raise ValueError(f'{tracer.path[-1] or "the network"} cannot be traced: {e}. Its forward must not branch on values, or on sizes that change; '
@@ -381,7 +383,7 @@ def write_weight(w:Writer, name:str, codes:Tensor, factor:int, transposed=False)
     if (unpack != 1).any(): packed = w.op('Mul', w.op('Cast', packed, to=to(np.dtype('int32'))), w.const(unpack, f'{name}.factor'))
     return w.op('Cast', packed, name=f'{name}.int8', to=to(np.dtype('int8')))
 
-# %% ../nbs/10_deploy.ipynb #a206175f
+# %% ../nbs/10_deploy.ipynb #67c680fc
 def write_windows(w:Writer, layer:str, x:str, zero:str, m:nn.Conv2d)->str: # (batch, height, width, kh·kw·channels)
     "The windows of a convolution, side by side"
     top, left, bottom, right = pads(m.padding, m.kernel_size, m.dilation)
@@ -397,13 +399,14 @@ def write_windows(w:Writer, layer:str, x:str, zero:str, m:nn.Conv2d)->str: # (ba
 def write_sum(w:Writer, layer:str, codes:str, zero:str, q:Tensor, factor:int, bias:Tensor, m:nn.Module, rank:int)->tuple: # name, axis of channels
     "Products and bias of a layer, added up in 32 bits"
     if isinstance(m, nn.Conv2d) and m.groups > 1:
-        products = w.op('ConvInteger', codes, write_weight(w, f'{layer}.weight', q, factor), zero, name=f'{layer}.products', **attributes_of(m))
+        weight, middle = w.const((q.int() + 128).to(torch.uint8), f'{layer}.weight'), w.const(np.uint8(128)) # older runtimes take unsigned weights only
+        products = w.op('ConvInteger', codes, weight, zero, middle, name=f'{layer}.products', **attributes_of(m))
         return w.op('Add', products, w.const(bias.view(-1, 1, 1), f'{layer}.bias'), name=f'{layer}.sum'), 1
     if isinstance(m, nn.Conv2d): codes, q = write_windows(w, layer, codes, zero, m), q.permute(0, 2, 3, 1).flatten(1)
     products = w.op('MatMulInteger', codes, write_weight(w, f'{layer}.weight', q, factor, transposed=True), zero, name=f'{layer}.products')
     return w.op('Add', products, w.const(bias, f'{layer}.bias'), name=f'{layer}.sum'), rank - 1
 
-# %% ../nbs/10_deploy.ipynb #cbcda8f6
+# %% ../nbs/10_deploy.ipynb #6078dae4
 def write_layer(w:Writer, node:fx.Node, m:nn.Module, codes:str, requantized:bool)->str: # name of its float output
     "A convolution or linear layer on codes"
     layer, (step, zero, top, made_by), quantizer = w.labels[node], w.grids[codes], w.net.get_submodule(node.args[0].target)
@@ -416,8 +419,9 @@ def write_layer(w:Writer, node:fx.Node, m:nn.Module, codes:str, requantized:bool
     scale = w.const(scale.view(-1, 1, 1) if grouped and not qdq else scale, f'{layer}.scale')
     if qdq:
         weight, w_step = write_weight(w, f'{layer}.weight', q, factor), w.const(w_step, f'{layer}.weight_step')
+        middle = w.const(np.zeros(len(q), np.int8), f'{layer}.weight_zero')   # the default, but older runtimes want it
         floats = [w.op('DequantizeLinear', codes, step, zero, name=f'{layer}.input'),
-                  w.op('DequantizeLinear', weight, w_step, name=f'{layer}.weight.float', axis=0),
+                  w.op('DequantizeLinear', weight, w_step, middle, name=f'{layer}.weight.float', axis=0),
                   w.op('DequantizeLinear', w.const(bias, f'{layer}.bias'), scale, name=f'{layer}.bias.float', axis=0)]
         kind, how = ('Conv', attributes_of(m)) if is_conv else ('Gemm', dict(transB=1))
         out = w.op(kind, *floats, name=f'{layer}.output', **how)
@@ -449,11 +453,10 @@ def label_calls(graph:fx.Graph, net:nn.Module)->dict: # node -> name of its laye
         labels[node], calls[node.target] = path if n == 0 else f'{path}#{n}', n + 1
     return labels
 
-# %% ../nbs/10_deploy.ipynb #15118504
+# %% ../nbs/10_deploy.ipynb #63b5f5cb
 def write_node(w:Writer, node:fx.Node, names:dict, quantizers:dict, users:dict)->str: # name of its output
     "One node of the traced network"
     if node.op == 'get_attr': return w.const(node.meta['values'][0], node.target)
-    if node.op == 'placeholder': raise ValueError(f'the network needs a second input, {node.target!r}: export takes networks of one tensor')
     if node in quantizers: return write_quantizer(w, node, quantizers[node], names[quantizers[node].source])
     m = w.net.get_submodule(node.target) if node.op == 'call_module' else None
     if hasattr(m, 'codes'):

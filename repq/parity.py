@@ -66,7 +66,7 @@ class ReferenceLayer:
         m, q, b = self.module, self.integers[0].double(), self.integers[3].double()
         return F.conv2d(codes.double(), q, b, m.stride, m.padding, m.dilation, m.groups) if isinstance(m, nn.Conv2d) else F.linear(codes.double(), q, b)
 
-# %% ../nbs/13_parity.ipynb #22a19390
+# %% ../nbs/13_parity.ipynb #ded30b83
 def reference_layers(plain:nn.Module, layers:list)->dict: # name -> ReferenceLayer
     "The layers of a merged network that a file names"
     found = {}
@@ -87,7 +87,7 @@ def run_reference(net:nn.Module, layers:list, reference:dict, x:Tensor, bias_rou
         name = (path or 'layer') + (f'#{calls[path]}' if calls[path] else '')
         calls[path] += 1
         if bias_rounding: y = y + reference[name].shift()
-        seen[name] = args[0].clone(), y.clone()   # an activation behind it may work in place
+        seen[name] = args[0].clone(), y.clone()                     # what follows may work in place
         return y
     hooks = [net.get_submodule(path).register_forward_hook(lambda m, a, y, p=path: note(m, a, y, p)) for path in {l['path'] for l in layers}]
     try: return net(x), seen
@@ -123,11 +123,12 @@ def saturates()->bool:
     y = onnx_session(model.SerializeToString()).run(None, {'x': np.full((4, 64), 255, np.uint8)})[0]
     return bool((y != 64*255*127).any())
 
-# %% ../nbs/13_parity.ipynb #1b5bf291
+# %% ../nbs/13_parity.ipynb #3ee097b2
 def file_weight(layer:dict, stored:dict, shape)->np.ndarray: # in the layout of PyTorch
     "The integers of a weight in a file"
     q = stored[f'{layer["name"]}.weight'].astype(np.int32)*stored.get(f'{layer["name"]}.weight.factor', 1)
-    if layer['sum'] is None or (len(shape) == 4 and layer['axis'] == 1): return q
+    if layer['sum'] is None: return q
+    if len(shape) == 4 and layer['axis'] == 1: return q - 128        # a grouped convolution
     if len(shape) == 2: return q.T
     o, i, h, w = shape
     return q.T.reshape(o, h, w, i).transpose(0, 3, 1, 2)
@@ -367,18 +368,18 @@ def explain(self:ParityRun, station, l, got, expected, seen, precise):
     if lost: why[self.blame(l['made_by'], bool((precise == expected)[where].all()))] = lost
     station.why = dict(Counter(station.why) + why)
 
-# %% ../nbs/13_parity.ipynb #0b0e107f
+# %% ../nbs/13_parity.ipynb #45f4645a
 def blame(self:ParityRun, layer, precise_agrees:bool)->str: # layer None: something between the layers
     "Why the file does not do what its integers say"
     if self.integers.get(layer): return f'{FOLD}: {self.integers[layer]}'
     if self.precise and precise_agrees: return 'saturation of unsigned by signed products: use onnx_session(precise=True)'
-    return 'the runtime computes something else' if layer else 'an operator before the quantizer gives something else'
+    return 'the runtime computes something else: try another version of it' if layer else 'an operator before the quantizer gives something else'
 
 def compare_output(self:ParityRun, l, r, codes, out, local, whole, precise):
     "Compare a layer that gives floats: its integer sums, and its output"
     station, exact = self.stations[l['output']], r.sum(codes)
     if l['sum']:
-        def plain_order(t): return t.permute(0, 3, 1, 2) if t.ndim == 4 and l['axis'] == 3 else t
+        def plain_order(t): return t.permute(0, 3, 1, 2) if isinstance(r.module, nn.Conv2d) and l['axis'] == 3 else t
         got, drift, sure = (plain_order(t[l['sum']]) for t in (local, whole, precise))
         station.add_integers(got, exact, drift)
         lost = int((got != exact).sum())
