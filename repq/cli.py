@@ -121,7 +121,7 @@ class Updater:
         self.next = time.time() + (time.time() - start)/self.share
         return result
 
-# %% ../nbs/23_cli.ipynb #e38f8b50
+# %% ../nbs/23_cli.ipynb #0ff74f47
 def run_status(args)->int:
     "How far the runs are"
     from repq.runs import read_progress
@@ -142,7 +142,8 @@ def run_tables(args)->int:
     show = dict(text=str, markdown=lambda t: t.markdown(), html=lambda t: t.html(), latex=lambda t: t.latex())[args.format]
     for t in wanted: print(show(t), end='\n\n')
     if args.claims:
-        for v in claims(args.profile, args.results, args.seeds): print(v)
+        for v in claims(args.profile, args.results, args.seeds):
+            print(f'{v.verdict:15} {v.claim}\n{"":16}{v.why}; in the paper: {v.paper}' + (f' ({v.paper_why})' if v.paper_why else ''))
     if args.write: print('written:', write_tables(args.results, args.profile, args.seeds), write_report(args.results, args.profile, args.seeds))
     return 0
 
