@@ -1,0 +1,292 @@
+"The site without Quarto: pages as Quarto gets them, and what can be checked of them. `python tests/docs.py build`, then `... check _docs`"
+import ast, contextlib, html, importlib, io, json, os, re, shutil, subprocess, sys, warnings
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).parent.parent
+NBS = ROOT/'nbs'
+LIVE = ('results.ipynb', 'reference.ipynb') # executed again for each site: they show what is there now
+
+
+# -- the sidebar
+
+def config():
+    import yaml
+    return yaml.safe_load((ROOT/'_quarto.yml').read_text(encoding='utf-8'))
+
+def sidebar():
+    "section -> pages, in order"
+    return {s['section']: [p if isinstance(p, str) else p['href'] for p in s['contents']] for s in config()['website']['sidebar']['contents']}
+
+def pages(): return [p for ps in sidebar().values() for p in ps]
+
+
+# -- from a notebook to a page
+
+def folded(source):
+    "A cell of source code as Quarto shows it: open if it is short"
+    lines = source.strip('\n').splitlines()
+    return '\n'.join([f'#| code-fold: {"show" if len(lines) <= 24 else "true"}', '#| code-summary: "Source"', *lines])
+
+def signature(obj, name):
+    "Name, signature with comments on arguments, and docstring, as Markdown; None where there is nothing to say"
+    from nbdev.showdoc import show_doc
+    try: text = show_doc(obj, name=name)._repr_markdown_()
+    except (TypeError, ValueError, AttributeError): return None
+    text = re.sub(r'^---\n+', '', text)
+    return re.sub(r'^\[source\]\([^\n]*\n+', '', text).strip()
+
+def methods(cls):
+    "Public methods that say what they do"
+    for name, m in vars(cls).items():
+        if not name.startswith('_') and getattr(m, '__doc__', None) and (callable(m) or isinstance(m, (classmethod, staticmethod))): yield name, getattr(cls, name)
+
+def documented(module, source):
+    "Markdown for all that a cell defines"
+    texts = []
+    for node in ast.parse(source).body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith('_'): continue
+        obj = getattr(module, node.name)
+        found = [signature(obj, node.name)]
+        if isinstance(obj, type): found += [signature(m, f'{node.name}.{n}') for n, m in methods(obj)]
+        texts += [found[0]] + [f.replace('### ', '#### ', 1) for f in found[1:] if f] if found[0] else []
+    return texts
+
+def processors():
+    "nbdev's, except that nothing is executed: stored outputs stay, signatures come from the modules"
+    from nbdev.frontmatter import FrontmatterProc
+    from nbdev.process import Processor
+    from nbdev.processors import add_links, clean_magics, hide_, hide_line, populate_language, rm_export, rm_header_dash, strip_ansi, strip_hidden_metadata
+    from execnb.nbio import mk_cell
+
+    class exports(Processor):
+        "Exported cells become signatures and source; imports go"
+        def begin(self):
+            found = [m[1] for c in self.nb.cells if c.cell_type == 'code' for m in [re.search(r'^default_exp (\S+)', ' '.join([k, *v])) for k, v in c.directives_.items()] if m]
+            module, cells = importlib.import_module(f'repq.{found[0]}') if found else None, []
+            for c in self.nb.cells:
+                if c.cell_type != 'code' or 'export' not in c.directives_: cells.append(c); continue
+                code = [n for n in ast.parse(c.source).body if not isinstance(n, (ast.Import, ast.ImportFrom))]
+                if not code: continue
+                for text in documented(module, c.source): cells.append(mk_cell(text, 'markdown')); cells[-1].directives_ = {}
+                c.source, c.directives_, c.outputs = folded(c.source), {}, []
+                cells.append(c)
+            self.nb.cells = cells
+    return [FrontmatterProc, populate_language, exports, strip_ansi, hide_line, rm_header_dash, rm_export, clean_magics, hide_, add_links, strip_hidden_metadata]
+
+def visible(text): return re.sub(r'<style.*?</style>|<[^>]*>|\s', '', text, flags=re.S) or '<img' in text or '<svg' in text
+
+def offline(output):
+    "An output without what makes Quarto fetch scripts: HTML as raw Markdown, no JavaScript; None if nothing is left to see"
+    data = output.get('data')
+    if data is None: return output
+    if 'text/html' in data:
+        text = ''.join(data['text/html']).strip()
+        if not visible(text): return None
+        fence = '`'*max([3, *(len(m) + 1 for m in re.findall('`+', text))])
+        data = {'text/markdown': f'{fence}{{=html}}\n{text}\n{fence}\n'}
+    return {**output, 'data': {k: v for k, v in data.items() if 'javascript' not in k and 'widget' not in k}}
+
+def localize(text, depth, host):
+    "Links to our own site, and to results, as relative links"
+    up = '../'*depth
+    return re.sub(r'(\]\(|href=")(?:\.\./)+results/', rf'\g<1>{up}results/', text.replace(host, up))
+
+def execute(nb, path):
+    "Run the code cells of a page anew"
+    from execnb.shell import CaptureShell
+    from fastcore.basics import dict2obj
+    shell, here = CaptureShell(path.parent), os.getcwd()
+    try:
+        os.chdir(path.parent)
+        for c in nb.cells:
+            if c.cell_type != 'code': continue
+            shell.cell(c)
+            if shell.exc: raise RuntimeError(f'{path.name}: {c.source}') from shell.exc
+    finally: os.chdir(here)
+    nb.cells = dict2obj(nb.cells)
+
+def process(path, live=True):
+    "A page as a dictionary: a notebook that Quarto renders without executing anything"
+    from execnb.nbio import nb2dict, read_nb
+    from nbdev.config import get_config
+    from nbdev.process import NBProcessor
+    path, config = Path(path), get_config(path=ROOT)
+    host, depth = config.doc_host.rstrip('/') + '/' + config.doc_baseurl.strip('/') + '/', len(path.relative_to(NBS).parts) - 1
+    nb = read_nb(path)
+    with warnings.catch_warnings(), inside(ROOT):
+        warnings.simplefilter('ignore')
+        if live and path.name in LIVE: execute(nb, path)
+        NBProcessor(nb=nb, procs=processors()).process()
+    page = nb2dict(nb)
+    page['metadata'] = dict(kernelspec=page['metadata']['kernelspec'])
+    for c in page['cells']:
+        source = ''.join(c['source'])
+        c['source'] = localize(source, depth, host) if c['cell_type'] == 'markdown' else re.sub(r'^#\| eval:.*\n', '', source, flags=re.M)
+        c['metadata'] = {}
+        if c['cell_type'] != 'code': continue
+        c['outputs'] = [o for o in map(offline, c['outputs']) if o]
+        for o in c['outputs']:
+            if 'text/markdown' in o.get('data', {}): o['data']['text/markdown'] = localize(''.join(o['data']['text/markdown']), depth, host)
+    return page
+
+@contextlib.contextmanager
+def inside(folder):
+    "nbdev looks for settings.ini from here, and must not write"
+    here, test = os.getcwd(), os.environ.get('IN_TEST')
+    os.chdir(folder); os.environ['IN_TEST'] = '1'
+    try: yield
+    finally:
+        os.chdir(here)
+        os.environ.pop('IN_TEST') if test is None else os.environ.__setitem__('IN_TEST', test)
+
+
+# -- what a page says
+
+def markdown_of(page):
+    "Prose and Markdown outputs"
+    for c in page['cells']:
+        if c['cell_type'] == 'markdown': yield ''.join(c['source'])
+        for o in c.get('outputs', ()):
+            if 'text/markdown' in o.get('data', {}): yield ''.join(o['data']['text/markdown'])
+
+def front_matter(page):
+    import yaml
+    first = page['cells'][0]
+    return yaml.safe_load(''.join(first['source']).strip().strip('-')) if first['cell_type'] == 'raw' else {}
+
+def without_code(text): return re.sub(r'^(`{3,}|~{3,})(?!\{=html).*?^\1\s*$|`[^`\n]+`', '', text, flags=re.M | re.S)
+
+def equations(text):
+    "Mathematics of a Markdown text, by Pandoc's rules: $$..$$, and $..$ without space inside and no digit behind"
+    text = without_code(text)
+    found = [m[1] for m in re.finditer(r'\$\$(.+?)\$\$', text, re.S)]
+    return found + [m[1] for m in re.finditer(r'(?<![\\$])\$(?![\s$])((?:\\.|[^$\\])+?)(?<!\s)\$(?!\d)', re.sub(r'\$\$.+?\$\$', '', text, flags=re.S))]
+
+def unbalanced(tex):
+    "What is wrong with an equation, or ''"
+    depth = 0
+    for c in re.sub(r'\\\\|\\[{}]', '', tex):
+        depth += (c == '{') - (c == '}')
+        if depth < 0: return 'a } without {'
+    if depth: return 'a { without }'
+    left, right = (len(re.findall(rf'\\{w}(?![a-zA-Z])', tex)) for w in ('left', 'right'))
+    if left != right: return f'{left} \\left and {right} \\right'
+    stack = []
+    for kind, name in re.findall(r'\\(begin|end)\{(\w+\*?)\}', tex):
+        if kind == 'begin': stack.append(name)
+        elif not stack or stack.pop() != name: return f'\\end{{{name}}} without \\begin'
+    return f'\\begin{{{stack[-1]}}} without \\end' if stack else ''
+
+def stray_dollars(text):
+    "Dollar signs that belong to no equation"
+    text = re.sub(r'\$\$.+?\$\$', '', without_code(text), flags=re.S)
+    for e in equations(text): text = text.replace(f'${e}$', '')
+    return re.findall(r'(?<!\\)\$', re.sub(r'^(`{3,})\{=html\}.*?^\1', '', text, flags=re.M | re.S))
+
+def links(text):
+    "Targets of links and images of a Markdown text, raw HTML included"
+    text = without_code(text)
+    return [m[1] for m in re.finditer(r'\]\(<?([^()\s>]+(?:\([^()\s]*\)[^()\s>]*)*)>?(?:\s+"[^"]*")?\)', text)] + [html.unescape(m[1]) for m in re.finditer(r'(?:href|src)="([^"]+)"', text)]
+
+def identifier(heading):
+    "Pandoc's name of a heading"
+    text = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', heading)
+    text = re.sub(r'[^\w\s.-]', '', text.replace('`', '')).strip().lower()
+    return re.sub(r'^[^a-z]+', '', re.sub(r'\s+', '-', text)) or 'section'
+
+def anchors(page):
+    "Where links into a page can go"
+    found, seen = set(), {}
+    for text in markdown_of(page):
+        found |= set(re.findall(r'id="([^"]+)"', text)) | set(re.findall(r'\{#([\w.:-]+)', text))
+        for m in re.finditer(r'^#{1,6}\s+(.+?)\s*$', re.sub(r'^(`{3,}).*?^\1\s*$', '', text, flags=re.M | re.S), re.M):
+            name = identifier(m[1])
+            found.add(name if name not in seen else f'{name}-{seen[name]}')
+            seen[name] = seen.get(name, 0) + 1
+    return found
+
+def outside(target): return bool(urlsplit(target).scheme or target.startswith('//'))
+
+
+# -- the site
+
+def build(dest=ROOT/'_proc', katex=None):
+    "Everything that Quarto needs, in one folder"
+    dest = Path(dest)
+    shutil.rmtree(dest, ignore_errors=True)
+    made = {}
+    for name in pages():
+        made[name] = process(NBS/name)
+        (dest/name).parent.mkdir(parents=True, exist_ok=True)
+        (dest/name).write_text(json.dumps(made[name], ensure_ascii=False, indent=1) + '\n', encoding='utf-8')
+    shutil.copy(ROOT/'_quarto.yml', dest/'_quarto.yml')
+    for p in NBS.rglob('*'):
+        if p.suffix in ('.scss', '.svg', '.png', '.html') and '.ipynb_checkpoints' not in p.parts:
+            (dest/p.relative_to(NBS)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(p, dest/p.relative_to(NBS))
+    for folder in {(dest/name).parent for name in made} - {dest}: # Quarto writes the address of KaTeX as it stands
+        up = '../'*len(folder.relative_to(dest).parts)
+        (folder/'_metadata.yml').write_text(f'format:\n  html:\n    html-math-method:\n      method: katex\n      url: {up}katex/\n')
+    for target in {t for page in made.values() for text in markdown_of(page) for t in links(text) if re.match(r'(\.\./)*results/', t)}:
+        source = ROOT/re.sub(r'^(\.\./)*', '', unquote(urlsplit(target).path))
+        if source.is_file():
+            (dest/source.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, dest/source.relative_to(ROOT))
+    if katex: shutil.copytree(katex, dest/'katex', dirs_exist_ok=True, ignore=shutil.ignore_patterns('*.mjs', 'contrib', 'katex.js', 'katex.css', '*.md', '*swap*'))
+    return made
+
+def finish(source=ROOT/'_proc', dest=ROOT/'_docs'):
+    "Take the site out of Quarto's folder, and what no page names (fonts) with it"
+    shutil.rmtree(dest, ignore_errors=True)
+    shutil.move(source/'_docs', dest)
+    for name in ('katex', 'results'):
+        if (source/name).is_dir(): shutil.copytree(source/name, dest/name, dirs_exist_ok=True)
+
+REQUESTS = (r'<(?:script|img|iframe|embed|source|audio|video)\b[^>]*?\bsrc=["\']([^"\']+)', r'<link\b(?=[^>]*\brel=["\'](?:stylesheet|preload|icon|modulepreload|shortcut icon)["\'])[^>]*?\bhref=["\']([^"\']+)',
+            r'@import\s+(?:url\()?["\']?([^"\')\s;]+)', r'url\(["\']?([^"\')]+)')
+
+def site_errors(site):
+    "What is wrong with a rendered site: requests to the outside, files and anchors that are not there"
+    site, errors, ids = Path(site).resolve(), [], {}
+    files = [p for p in site.rglob('*') if p.suffix in ('.html', '.css')]
+    for p in files:
+        if p.suffix == '.html': ids[p] = set(re.findall(r'\b(?:id|name)=["\']([^"\']+)', p.read_text(encoding='utf-8')))
+    for p in files:
+        text, name = re.sub(r'<pre.*?</pre>|<code.*?</code>', '', p.read_text(encoding='utf-8'), flags=re.S), p.relative_to(site)
+        asked = [m for pattern in (REQUESTS if p.suffix == '.html' else REQUESTS[2:]) for m in re.findall(pattern, text)]
+        errors += [f'{name} asks {t}' for t in asked if outside(t) and not t.startswith('data:')]
+        linked = re.findall(r'<a\b[^>]*?\bhref=["\']([^"\']*)', text) if p.suffix == '.html' else []
+        for t in dict.fromkeys(asked + linked):
+            if outside(t) or not t or t.startswith('#') and p.suffix == '.css': continue
+            part = urlsplit(html.unescape(t))
+            to = (site/unquote(part.path).lstrip('/') if part.path.startswith('/') else p.parent/unquote(part.path)).resolve() if part.path else p
+            to = to/'index.html' if to.is_dir() else to
+            if not to.exists(): errors.append(f'{name} needs {t}, which is not there')
+            elif part.fragment and to in ids and unquote(part.fragment) not in ids[to]: errors.append(f'{name} links to {t}, which has no such place')
+    return errors
+
+def katex_errors(katex):
+    "Equations that KaTeX does not take; needs node"
+    found = [(name, e) for name in pages() for text in markdown_of(process(NBS/name, live=False)) for e in equations(text)]
+    script = ('const katex = require(process.argv[1]); const all = JSON.parse(require("fs").readFileSync(0)); '
+              'console.log(JSON.stringify(all.map(([n, e]) => { try { katex.renderToString(e, {throwOnError: true, strict: "ignore"}); return null } catch (x) { return n + ": " + x.message } }).filter(x => x)))')
+    out = subprocess.run(['node', '-e', script, str(Path(katex).resolve()/'katex.js')], input=json.dumps(found), capture_output=True, text=True, check=True).stdout
+    return len(found), json.loads(out)
+
+
+def main(command, *args):
+    if command == 'build':
+        katex = Path(args[0]) if args else None
+        if katex:
+            n, wrong = katex_errors(katex)
+            if wrong: sys.exit('\n'.join(wrong))
+            print(f'KaTeX takes all {n} equations')
+        print(f'{len(build(katex=katex))} pages in _proc')
+    elif command == 'finish':
+        finish()
+        errors = site_errors(ROOT/'_docs')
+        if errors: sys.exit('\n'.join(errors[:50] + [f'{len(errors)} defects']))
+        print('The site is in _docs: open _docs/index.html. It asks nothing of the outside, and all its links lead somewhere')
+
+if __name__ == '__main__': main(*sys.argv[1:])
