@@ -4,13 +4,16 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 # Loaded when first used (PEP 562), so that `import repq.kernel` needs torch alone.
-_modules = ['testing', 'kernel', 'norm', 'branch', 'quantizer', 'layer', 'blocks', 'models', 'data', 'qat', 'learner', 'training', 'runs', 'tables', 'bench', 'cli']
+_modules = ['testing', 'kernel', 'norm', 'branch', 'quantizer', 'layer', 'blocks', 'models', 'data', 'qat', 'deploy', 'foreign', 'learner', 'parity', 'training', 'runs', 'tables', 'bench', 'cli']
 _names = dict(
     kernel=['Kernel'],
     branch=['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'],
     quantizer=['LSQ', 'NoiseQuantizer', 'Quantizer', 'make_quantizer', 'use_compiled'],
     layer=['RepConv2d'],
     qat=['merge', 'quantize', 'recalibrate'],
+    deploy=['export_onnx'],
+    foreign=['convert', 'load_official'],
+    parity=['check_parity'],
     learner=['QAT', 'QATDoctor'],
 )
 _home = {name: module for module, names in _names.items() for name in names}

@@ -6,9 +6,9 @@
 __all__ = ['show_env', 'bench_quantizers', 'bench_steps', 'batch_of', 'list_runs', 'run_reproduce', 'Updater', 'run_status',
            'run_tables', 'add_reproduction', 'positive', 'make_parser', 'main']
 
-# %% ../nbs/23_cli.ipynb #26c4c3a0
+# %% ../nbs/23_cli.ipynb #638bf979
 import argparse, sys, time
-from . import __version__
+import repq as package
 
 # %% ../nbs/23_cli.ipynb #f0cf2e0f
 def show_env(args)->int:
@@ -129,7 +129,7 @@ def add_reproduction(commands, style):
     p.add_argument('--claims', action='store_true', help="judge the paper's claims")
     p.add_argument('--write', action='store_true', help='also write tables and report into the folder of results')
 
-# %% ../nbs/23_cli.ipynb #0e64cc16
+# %% ../nbs/23_cli.ipynb #5b5410ee
 def positive(text:str)->int:
     "A positive number, or an error that argparse can show"
     if not text.isdecimal() or int(text) < 1: raise argparse.ArgumentTypeError(f'a positive number is needed, got {text!r}')
@@ -139,7 +139,7 @@ def make_parser()->argparse.ArgumentParser:
     "All subcommands and their options"
     style = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser = argparse.ArgumentParser('repq', description='Quantization-aware training for re-parametrized networks.')
-    parser.add_argument('--version', action='version', version=f'repq {__version__}')
+    parser.add_argument('--version', action='version', version=f"repq {package.__version__}")
     commands = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
 
     env = commands.add_parser('env', help='print versions and machine, for a bug report')

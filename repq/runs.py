@@ -119,7 +119,8 @@ SETTINGS = {
         'time': dict(batch=128, size=224, rounds=15, network={}, threads=0, compiled=True)}}
 for profile in ('smoke', 'cpu'): SETTINGS[profile]['orepa'] = SETTINGS[profile]['acnet']
 
-# %% ../nbs/20_runs.ipynb #6d647ecc
+# %% ../nbs/20_runs.ipynb #73a12098
+@lru_cache(maxsize=None)
 def recipes()->dict:
     "The paper's Table S1, from `repq.qat`, read without importing torch"
     tree = ast.parse((Path(__file__).parent/'qat.py').read_text(encoding='utf-8'))
@@ -468,7 +469,7 @@ class Outcome:
     why:str = ''
     seconds:float = 0.
 
-# %% ../nbs/20_runs.ipynb #fddc1f43
+# %% ../nbs/20_runs.ipynb #05df9213
 def make_portable(path, store:Store):
     "Take the paths of this machine out of an executed notebook"
     text = path.read_text(encoding='utf-8')
@@ -517,7 +518,8 @@ def execute(
 
 def reason(e:Exception)->str:
     "An exception in one line; of an error inside a notebook, the error there"
-    return f'{e.ename}: {e.evalue}'.split('\n')[0] if hasattr(e, 'ename') else f'{type(e).__name__}: {e}'.split('\n')[0]
+    text = f'{e.ename}: {e.evalue}' if hasattr(e, 'ename') else f'{type(e).__name__}: {e}'
+    return ' '.join(text.split())[:500]
 
 # %% ../nbs/20_runs.ipynb #9713c764
 EFFORT = dict(fp=1., plain=1.5, merged=1.5, repq=2., ptq=0.2, time=1.) # rough, corrected by what was measured
@@ -615,7 +617,7 @@ def read_progress(folder)->dict:
     try: return json.loads((Path(folder)/'progress.json').read_text(encoding='utf-8'))
     except (OSError, json.JSONDecodeError): return dict(done=0, total=1, text='starting')
 
-# %% ../nbs/20_runs.ipynb #9feaf3e7
+# %% ../nbs/20_runs.ipynb #bceecf76
 def stop_kernels(batch:Batch, store:Store):
     "End the kernels of a batch on this machine"
     import platform
@@ -640,6 +642,7 @@ def settle(runs, store:Store, say=print)->list: # ids that are done
         if found.state == 'done': done.append(r.id)
     return done
 
+# %% ../nbs/20_runs.ipynb #856ad517
 def run_batch(
     runs,                # of one profile, parents before children
     root='results',
@@ -681,7 +684,7 @@ def reproduce(
     runs = limited(graph(cells(profile, tables, seeds)), steps)
     return run_batch(runs, about=dict(tables=tables, seeds=seeds or SEEDS[profile]), **kwargs)
 
-# %% ../nbs/20_runs.ipynb #f55593a0
+# %% ../nbs/20_runs.ipynb #b96896f4
 class open_executor:
     "Threads that look after kernels here, or a Dask cluster"
     def __init__(self, workers, scheduler=None, profile='smoke'): self.workers, self.scheduler, self.profile = workers, scheduler, profile
@@ -691,7 +694,7 @@ class open_executor:
             return self.pool
         try: from distributed import Client
         except ImportError: raise ValueError("a cluster needs Dask: pip install 'repq[cluster]'") from None
-        try: self.client = Client(self.scheduler, timeout=20)
+        try: self.client = Client(self.scheduler, timeout=10)
         except (OSError, TimeoutError, ValueError) as e: raise OSError(f'no Dask scheduler answers at {self.scheduler!r} ({e}). Start one with: dask scheduler') from e
         self.pool = self.client.get_executor(pure=False, retries=2, **(dict(resources={'GPU': 1}) if self.profile == 'paper' else {}))
         return self.pool

@@ -1,0 +1,383 @@
+"Deployment: the file computes what the network computes, on integers, and the certificate tells when it does not"
+import copy, hashlib, json, subprocess, sys
+from collections import OrderedDict
+import numpy as np
+import pytest, torch
+from torch import nn
+import torch.nn.functional as F
+onnx = pytest.importorskip('onnx')
+pytest.importorskip('onnxruntime')
+import repq
+from repq.blocks import BLOCKS, make_block
+from repq.deploy import code_range, executed_ops, export_onnx, integer_parameters, onnx_session, run_onnx
+from repq.parity import FOLD, check_parity, saturates
+from repq.qat import merge, quantizable_layers, quantize, recalibrate
+from repq.testing import assert_same, randomize_bn
+
+FLOAT_KERNELS = {'Conv', 'FusedConv', 'Gemm', 'FusedGemm', 'MatMul', 'ConvTranspose'}
+MODELS = {'repvgg_a0': ((3, 32, 32), dict(n_classes=10, width=.125)), 'resnet18': ((3, 32, 32), dict(n_classes=10, width=.125)), 'ecbsr': ((1, 12, 12), dict(blocks=1))}
+
+
+def integer_product(x, w, **kwargs):
+    "What ONNX Runtime makes of unsigned by signed bytes"
+    helper, T = onnx.helper, onnx.TensorProto
+    graph = helper.make_graph([helper.make_node('MatMulInteger', ['x', 'w'], ['y'])], 'g', [helper.make_tensor_value_info('x', T.UINT8, list(x.shape))],
+                              [helper.make_tensor_value_info('y', T.INT32, [len(x), w.shape[1]])], [onnx.numpy_helper.from_array(w, 'w')])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 21)], ir_version=10).SerializeToString()
+    return onnx_session(model, **kwargs).run(None, {'x': x})[0]
+
+
+def runtime_is_exact():
+    "Some versions of ONNX Runtime get small integer products wrong on some processors"
+    r = np.random.default_rng(0)
+    x, w = r.integers(0, 16, (64, 27)).astype(np.uint8), r.integers(-128, 128, (27, 17)).astype(np.int8)
+    return np.array_equal(integer_product(x, w), x.astype(int)@w.astype(int))
+
+
+pytestmark = pytest.mark.skipif(not runtime_is_exact(), reason='this version of onnxruntime multiplies integers wrongly on this processor: take another')
+
+
+def settled(net, x, weight_bits, act_bits, **kwargs):
+    "A quantized network with random norms whose quantizers and statistics have seen data"
+    quantize(randomize_bn(net), weight_bits, act_bits, **kwargs)
+    for _ in range(2): net(x)
+    return net.eval()
+
+
+def assert_parity(net, path, x):
+    "Layer by layer equal but for single ties, nothing multiplied in float"
+    report = check_parity(net, path, [x])
+    assert report.ok, report
+    assert all(s.largest <= 1 and s.error < 5e-3 and set(s.why) <= {'rounding tie'} for s in report.stations), report
+    assert sum(s.numbers for s in report.stations) > 100
+    assert not FLOAT_KERNELS & set(executed_ops(path))
+    return report
+
+
+@pytest.mark.parametrize('model', MODELS)
+@pytest.mark.parametrize('block', BLOCKS)
+def test_every_model_and_block(tmp_path, model, block):
+    "8 or 4 bits, in turn; norms at random, negative gammas included; other batch and size than the example's"
+    (shape, kwargs), bits = MODELS[model], (8, 4)[(list(BLOCKS).index(block) + list(MODELS).index(model)) % 2]
+    net, x = repq.models.build_model(model, block=block, **kwargs), torch.randn(4, *shape)
+    settled(net, x, bits, bits)
+    assert_parity(net, export_onnx(net, tmp_path/'net.onnx', torch.randn(1, shape[0], 24, 40), packed=bits == 4), x)
+
+
+LAYERS = {
+    'stride 2': dict(stride=2), 'depthwise': dict(groups=8), 'grouped': dict(groups=2, stride=2), '1×1': dict(kernel_size=1, padding=0), '1×1, stride 2': dict(kernel_size=1, padding=0, stride=2),
+    '5×5': dict(kernel_size=5, padding=2), 'even': dict(kernel_size=4, padding=1, stride=2), 'oblong': dict(kernel_size=(1, 3), padding=(0, 1), stride=(2, 1)), 'no bias': dict(bias=False)}
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('end', ['requantized', 'float'])
+def test_layers(tmp_path, kind, end):
+    "Every shape of convolution, with bytes behind it and with floats behind it"
+    kwargs = {**dict(kernel_size=3, padding=1), **LAYERS[kind]}
+    layers = [nn.Conv2d(8, 8, **kwargs), nn.BatchNorm2d(8), nn.ReLU() if end == 'requantized' else nn.PReLU(8), nn.Conv2d(8, 6, 1)]
+    x = torch.randn(4, 8, 13, 14)
+    net = settled(nn.Sequential(*layers), x, 8, 8)
+    path = export_onnx(net, tmp_path/'net.onnx', x[:1])
+    assert_parity(net, path, x)
+    assert ('QLinearConv' in executed_ops(path)) == (end == 'requantized')
+
+
+@pytest.mark.parametrize('bits', [(8, 8), (4, 8), (8, 4), (2, 2), (3, 5)])
+@pytest.mark.parametrize('fine_bias', [False, True])
+def test_bits(tmp_path, bits, fine_bias):
+    "Any bits live in bytes; packed or not, and with finer biases, the integers agree"
+    x = torch.randn(4, 3, 16, 16)
+    net = settled(nn.Sequential(make_block('qarepvgg', 3, 8), nn.ReLU(), make_block('orepa', 8, 8), nn.ReLU(), make_block('plain', 8, 8)), x, *bits)
+    paths = [export_onnx(net, tmp_path/f'{p}.onnx', x[:1], packed=p, fine_bias=fine_bias) for p in (False, True)]
+    for path in paths: assert_parity(net, path, x)
+    assert torch.equal(*(run_onnx(onnx_session(p), x) for p in paths))
+    kinds = [{t.data_type for t in onnx.load(p).graph.initializer if t.name.endswith('.weight')} for p in paths]
+    assert kinds == [{onnx.TensorProto.INT8}, {onnx.TensorProto.INT4 if bits[0] <= 4 else onnx.TensorProto.INT8}]
+
+
+class Clips(nn.Module):
+    "Clips of every kind in front of quantizers"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+    def forward(self, x):
+        x = F.relu6(self.a(x)*3)
+        x = F.hardtanh(self.b(x), -.7, .4)
+        return self.d(self.c(x).clamp(min=-.2).relu().clamp(max=.9))
+
+
+@pytest.mark.parametrize('bits', [8, 4])
+def test_clips_become_clips_of_bytes(tmp_path, bits):
+    x = torch.randn(4, 4, 12, 12)
+    net = settled(Clips(), x, bits, bits)
+    path = export_onnx(net, tmp_path/'net.onnx', x[:1])
+    assert_parity(net, path, x)
+    written = [n for n in onnx.load(path).graph.node if n.op_type in ('Relu', 'Clip')]
+    assert len(written) <= 4 and all(n.name.endswith('.codes') for n in written)     # no clip of floats is left
+    assert executed_ops(path)['QLinearConv'] == 2                                    # b and c; a is scaled, d is the end
+
+
+def test_relu_before_a_signed_quantizer(tmp_path):
+    "The bytes are clipped at the zero point"
+    x = torch.randn(4, 3, 12, 12)
+    net = nn.Sequential(make_block('plain', 3, 4), nn.ReLU(), make_block('plain', 4, 4))
+    quantize(randomize_bn(net), 8, 8)
+    for l in quantizable_layers(net).values(): l.input_quantizer.given = True; l.input_quantizer.set_state(False, True)
+    for _ in range(3): net(x)
+    net.eval()
+    assert code_range(merge(net)[2].quantize, low=0)[:2] == (128, 128)
+    assert_parity(net, export_onnx(net, tmp_path/'net.onnx', x[:1]), x)
+
+
+@pytest.mark.parametrize('gamma', [0., 1e-9, -1e-9, 1e-25])
+def test_vanishing_gamma(tmp_path, gamma):
+    "A channel whose sum is tiny beside its bias keeps its bias"
+    x = torch.randn(4, 3, 12, 12)
+    net = settled(nn.Sequential(make_block('qarepvgg', 3, 8), nn.ReLU(), make_block('qarepvgg', 8, 8)), x, 8, 8)
+    with torch.no_grad():
+        for layer in (net[0], net[2]): layer.after.weight[2], layer.after.bias[2] = gamma, .7
+    path = export_onnx(net, tmp_path/'net.onnx', x[:1])
+    assert_parity(net, path, x)
+    assert_same(run_onnx(onnx_session(path), x)[:, 2], torch.full((4, 12, 12), .7), 1e-5)
+    conv = merge(net)[2].conv                    # what a plain rounding to 32 bits gives
+    naive = (conv.bias[2].double()/(conv.step[2].double()*merge(net)[2].quantize.step.double())).clamp(-2.**31, 2.**31)
+    if gamma not in (0., 1e-25): assert abs(naive*conv.step[2].double()*merge(net)[2].quantize.step.double() - .7) > .1
+
+
+class Twice(nn.Module):
+    "A layer that is called twice, a skip connection and a concatenation"
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1), nn.Linear(12, 5)
+    def forward(self, x):
+        a = F.relu(self.stem(x))
+        b = F.relu(self.body(a) + a)
+        return self.head(torch.cat([F.relu(self.body(b)), b], 1).permute(0, 2, 3, 1))
+
+
+def test_shared_layer_and_linear_in_four_dimensions(tmp_path):
+    x = torch.randn(4, 3, 9, 9)
+    net = settled(Twice(), x, 8, 8)
+    report = assert_parity(net, export_onnx(net, tmp_path/'net.onnx', x[:1]), x)
+    assert {s.layer for s in report.stations} >= {'body', 'body#1', 'head'}
+
+
+def test_single_layer_and_merged_network(tmp_path):
+    "A network that is one layer; and the merged form gives the same file"
+    x = torch.randn(4, 3, 9, 9)
+    layer = settled(make_block('acnet', 3, 6), x, 8, 8)
+    for net in (layer, merge(layer)): assert_parity(net, export_onnx(net, tmp_path/f'{type(net).__name__}.onnx', x[:1]), x)
+    files = [{t.name: t.SerializeToString() for t in onnx.load(p).graph.initializer} for p in sorted(tmp_path.glob('*.onnx'))]
+    assert files[0] == files[1] and 'layer.weight' in files[0]
+
+
+def test_foreign_network(tmp_path):
+    "MobileNetV2: depthwise convolutions, ReLU6 and skip connections, after post-training quantization"
+    models = pytest.importorskip('torchvision').models
+    net, x = models.mobilenet_v2(num_classes=6, width_mult=.25), torch.randn(4, 3, 48, 48)
+    for _ in range(5): randomize_bn(net).train()(x)
+    quantize(net.eval(), 8, 8)
+    recalibrate(net, [x], 'ranges')
+    assert_parity(net.eval(), export_onnx(net, tmp_path/'net.onnx', x[:1]), x)
+
+
+def test_pure_qdq(tmp_path):
+    "integer=False writes QuantizeLinear and DequantizeLinear only, and computes the same"
+    x = torch.randn(4, 3, 32, 32)
+    net = settled(repq.models.repvgg_a0(10, width=.125), x, 8, 8)
+    path = export_onnx(net, tmp_path/'qdq.onnx', x[:1], integer=False)
+    kinds = {n.op_type for n in onnx.load(path).graph.node}
+    assert {'QuantizeLinear', 'DequantizeLinear', 'Conv'} <= kinds and not kinds & {'MatMulInteger', 'ConvInteger'}
+    assert check_parity(net, path, [x]).ok
+
+
+class Functions(nn.Module):
+    def __init__(self, f): super().__init__(); self.f = f
+    def forward(self, x): return self.f(x)
+
+
+OPERATORS = {
+    'activations': nn.Sequential(nn.LeakyReLU(.2), nn.PReLU(6), nn.Hardswish(), nn.SiLU(), nn.GELU(), nn.GELU('tanh'), nn.Hardsigmoid(), nn.Tanh(), nn.Sigmoid(), nn.Dropout()),
+    'pooling': nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2, 1, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False), nn.MaxPool2d(2, ceil_mode=True)),
+    'layers': nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3, padding='same', bias=False), nn.Conv2d(4, 8, 3, 2, 2, 2, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3), nn.Softmax(1)),
+    'upsampling': nn.Sequential(nn.Upsample(scale_factor=2), nn.Upsample(scale_factor=2, mode='bilinear'), nn.ReLU6(), nn.Hardtanh(-.5, .5)),
+    'arithmetic': Functions(lambda x: (1 - x)*2/(x.sigmoid() + 3) - x.mean((2, 3), keepdim=True)),
+    'sizes': Functions(lambda x: x.reshape(x.shape[0], 2, 3*x.size(2), -1).flatten(1, 2).permute(0, 2, 1).contiguous()),
+    'flatten in the middle': Functions(lambda x: torch.flatten(x, 1, 2)),
+    'shuffle': Functions(lambda x: F.pixel_shuffle(torch.cat([x, x.relu()], 1).repeat_interleave(3, 1), 2)),
+    'adaptive pooling at a fixed size': nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(96, 3)),
+}
+
+
+@pytest.mark.parametrize('name', OPERATORS)
+def test_operators(tmp_path, name):
+    "In full precision, at another batch and, where that is possible, another size"
+    net, x = randomize_bn(copy.deepcopy(OPERATORS[name])).eval(), torch.randn(2, 6, 16, 20)
+    if name.startswith('adaptive'): net, x = nn.Sequential(Functions(lambda t: t.reshape(t.shape[0], 6, 16, 20)), net).eval(), x
+    session = onnx_session(export_onnx(net, tmp_path/'net.onnx', x))
+    sizes = [(2, 6, 16, 20), (5, 6, 16, 20)] + ([] if name.startswith('adaptive') else [(1, 6, 22, 34)])
+    for size in sizes:
+        x = torch.randn(size)
+        assert_same(run_onnx(session, x), net(x).detach(), 1e-5, f'{name} at {size}')
+
+
+def test_full_precision_parity(tmp_path):
+    "A float32 file has a certificate too, and a changed network fails it"
+    x = torch.randn(4, 3, 32, 32)
+    net = randomize_bn(repq.models.resnet18(10, width=.125)).eval()
+    path = export_onnx(net, tmp_path/'net.onnx', x[:1])
+    assert check_parity(net, path, [x]).ok
+    with torch.no_grad(): net.head.bias[0] += 1
+    assert not check_parity(net, path, [x]).ok
+
+
+@pytest.fixture
+def exported(tmp_path):
+    x = torch.randn(8, 3, 16, 16)
+    net = nn.Sequential(OrderedDict(stem=make_block('qarepvgg', 3, 8), a=nn.ReLU(), body=make_block('qarepvgg', 8, 8), b=nn.ReLU(), pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(8, 5)))
+    net = settled(net, x, 8, 8)
+    return net, export_onnx(net, tmp_path/'net.onnx', x[:1]), x
+
+
+def test_certificate(exported, tmp_path):
+    net, path, x = exported
+    report = check_parity(net, path, [(x, torch.arange(8) % 5)])
+    record = json.loads(report.save(tmp_path/'parity.json').read_text())
+    assert record['ok'] and record['failures'] == [] and record['sha256'] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert record['end_to_end']['images'] == 8 and {'accuracy', 'top1_agreement'} <= set(record['end_to_end'])
+    assert [s['layer'] for s in record['stations']] == ['input of stem', 'stem', 'body', 'input of head', 'head', 'the end']
+    assert 'parity holds: net.onnx' in str(report) and '<td>body</td>' in report._repr_html_() and str(report) == repr(report)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['net.onnx', 'parity.json']
+
+
+@pytest.mark.parametrize('tensor, change, layer, why', [
+    ('stem.weight', lambda a: -a, 'stem', 'have the opposite sign'), ('stem.weight', lambda a: a//2, 'stem', 'are others'), ('stem.bias', lambda a: a + 5000, 'stem', 'the bias of channel 0'),
+    ('stem.weight_step', lambda a: a*np.float32(1.5), 'stem', 'the weight step of channel 0 is 1.5 times'), ('body.scale', lambda a: a*np.float32(.5), 'body', 'the scale of channel 0 is 0.5 times'),
+    ('body.step', lambda a: a*np.float32(1.1), 'body', 'the step of the input'), ('head.weight', lambda a: -a, 'head', 'have the opposite sign')])
+def test_tampered_file(exported, tensor, change, layer, why):
+    "The layer and the cause are named"
+    net, path, x = exported
+    model = onnx.load(path)
+    t = next(t for t in model.graph.initializer if t.name == tensor)
+    t.CopyFrom(onnx.numpy_helper.from_array(np.asarray(change(onnx.numpy_helper.to_array(t)), dtype=onnx.numpy_helper.to_array(t).dtype), tensor))
+    onnx.save(model, path)
+    report = check_parity(net, path, [x])
+    assert not report.ok and report.failures()[0].startswith(f'{layer}: {FOLD}') and why in report.failures()[0], report
+    assert any(why.startswith(FOLD) for s in report.stations if s.layer == layer for why in s.why) or tensor == 'body.step', report
+
+
+def test_operator_between_layers_is_checked(exported):
+    "The part of the network between two layers differs"
+    net, path, x = exported
+    net = copy.deepcopy(net)
+    net.pool = nn.AdaptiveMaxPool2d(1).eval()
+    report = check_parity(net, path, [x])
+    assert not report.ok and report.first.layer == 'input of head' and 'an operator before the quantizer gives something else' in report.first.why, report
+
+
+def test_bias_rounding_is_the_reason_without_emulation(tmp_path):
+    x = torch.randn(16, 3, 16, 16)
+    net = settled(nn.Sequential(make_block('plain', 3, 8), nn.ReLU(), make_block('plain', 8, 8), nn.ReLU(), make_block('plain', 8, 4)), x, 4, 4)
+    path = export_onnx(net, tmp_path/'net.onnx', x[:1])
+    emulated, not_emulated = (check_parity(net, path, [x], bias_rounding=b) for b in (True, False))
+    assert emulated.ok and not not_emulated.ok
+    assert not_emulated.first.layer == '0' and max(not_emulated.first.why, key=not_emulated.first.why.get) == 'int32 bias rounding'
+    assert emulated.end_to_end['rounding_biases']['relative_error'] > 10*emulated.end_to_end['relative_error']
+
+
+def test_super_resolution_is_judged_by_psnr(tmp_path):
+    low = torch.rand(2, 1, 12, 12)
+    high = F.interpolate(low, scale_factor=2, mode='bilinear')
+    net = settled(repq.models.ecbsr(blocks=1), low, 8, 8)
+    report = check_parity(net, export_onnx(net, tmp_path/'net.onnx', low[:1]), [(low, high)])
+    assert report.ok and abs(report.end_to_end['psnr_difference']) < .02
+    assert not check_parity(net, tmp_path/'net.onnx', [(low, high)], psnr=-1.).ok
+
+
+def test_saturation():
+    "The largest products are exact with precise=True; without, exactly where saturates() says so"
+    x, w = np.full((5, 320), 255, np.uint8), np.full((320, 48), 127, np.int8)
+    exact = x.astype(int)@w.astype(int)
+    assert np.array_equal(integer_product(x, w, precise=True), exact) and np.array_equal(integer_product(x, w), exact) == (not saturates())
+
+
+def cold(): return quantize(nn.Sequential(OrderedDict(stem=make_block('repvgg', 3, 8), act=nn.ReLU())), 8, 8).eval()
+class Branching(nn.Module):
+    def forward(self, x): return x if x.mean() > 0 else -x
+class OnSize(nn.Module):
+    def forward(self, x): return x if x.shape[2] > 10 else -x
+class TwoInputs(nn.Module):
+    def forward(self, x, y): return x + y
+def chain(*more): return nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 8, 3), **{f'm{i}': m for i, m in enumerate(more)})).eval()
+
+def half_training():
+    net = chain(nn.BatchNorm2d(8))
+    net.m0.train()
+    return net
+
+X = torch.randn(1, 3, 16, 16)
+BAD = {
+    'training mode': (lambda: chain().train(), X, 'the network is in training mode: call net.eval()'),
+    'partly in training mode': (half_training, X, 'm0 is in training mode'),
+    'cold quantizers': (cold, X, 'stem: weight_quantizer was never initialised. Train'),
+    'unknown module': (lambda: chain(nn.Sequential(nn.Softshrink())), X, 'm0.0: Softshrink cannot be exported. Supported are'),
+    'unknown function': (lambda: chain(Functions(lambda x: torch.fft.fft(x).real)), X, 'm0: '),
+    'unknown option': (lambda: chain(nn.Upsample(size=(5, 5))), X, 'm0: interpolate cannot be exported in this form'),
+    'reflecting padding': (lambda: chain(nn.Conv2d(8, 8, 3, padding_mode='reflect', padding=1)), X, "m0: Conv2d with padding_mode='reflect' cannot be exported"),
+    'branch on a value': (lambda: chain(Branching()), X, 'm0 cannot be traced'),
+    'branch on a size': (lambda: chain(OnSize()), X, 'decide in __init__'),
+    'wrong channels': (lambda: chain(), torch.randn(1, 4, 16, 16), 'conv cannot run an example of shape (1, 4, 16, 16)'),
+    'too small': (lambda: chain(), torch.randn(1, 3, 2, 2), 'conv cannot run an example of shape (1, 3, 2, 2)'),
+    'second input': (lambda: TwoInputs().eval(), X, "TwoInputs needs a second input, 'y'"),
+    'integers': (lambda: chain(), torch.ones(1, 3, 8, 8).int(), 'example must be a floating point batch'),
+    'empty batch': (lambda: chain(), torch.ones(0, 3, 8, 8), 'example must be a floating point batch'),
+    'no tensor': (lambda: chain(), (1, 3, 8, 8), 'got tuple'),
+    'no network': (lambda: 'net', X, 'takes a torch.nn.Module, got str'),
+}
+
+
+@pytest.mark.parametrize('case', BAD)
+def test_bad_input(tmp_path, case):
+    make, example, message = BAD[case]
+    with pytest.raises(ValueError) as e: export_onnx(make(), tmp_path/'net.onnx', example)
+    assert message in str(e.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_export_keeps_the_old_file(exported):
+    net, path, x = exported
+    before = path.read_bytes()
+    with pytest.raises(ValueError): export_onnx(net.train(), path, x)
+    assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
+
+
+def test_bad_parity_input(exported, tmp_path):
+    net, path, x = exported
+    other = quantize(nn.Sequential(OrderedDict(stem=make_block('plain', 3, 8))), 8, 8)
+    other(x)
+    plain_file = tmp_path/'theirs.onnx'
+    model = onnx.load(path)
+    del model.metadata_props[:]
+    onnx.save(model, plain_file)
+    for args, message in [((net, path, []), 'got no batch'), ((net, tmp_path/'none.onnx', [x]), 'there is no file'), ((net, path, [x[:, :2]]), 'cannot run a batch of shape (8, 2, 16, 16)'),
+                          ((other.eval(), path, [x]), "a quantized layer 'body', the network has none there"), ((net, plain_file, [x]), 'was not written by repq.export_onnx')]:
+        with pytest.raises(ValueError) as e: check_parity(*args)
+        assert message in str(e.value)
+    with pytest.raises(ValueError, match='training mode'): check_parity(net.train(), path, [x])
+
+
+def test_without_onnx():
+    "The module loads without the packages, and says what to install when they are needed"
+    code = ('import sys; sys.modules["onnx"] = None; import torch, repq\n'
+            'assert "onnxruntime" not in sys.modules\n'
+            'try: repq.export_onnx(torch.nn.Sequential(torch.nn.ReLU()).eval(), "never.onnx", torch.randn(1, 3, 8, 8))\n'
+            'except ImportError as e: print(e)')
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
+    assert 'deployment needs the package onnx: pip install repq[onnx]' in out
+
+
+def test_integer_parameters_keep_ordinary_channels():
+    codes, step, bias = torch.randint(-127, 128, (9, 4, 3, 3)), torch.rand(9) + .01, torch.randn(9)*10
+    q, s, scale, b = integer_parameters(codes, step, bias, .03)
+    assert torch.equal(q.long(), codes) and torch.equal(s, step) and q.dtype == torch.int8 and b.dtype == torch.int32
+    assert ((b.double()*scale.double() - bias.double()).abs() <= scale.double()/2*(1 + 1e-6)).all()

@@ -1,0 +1,472 @@
+"Foreign networks: random graphs, timm families, official checkpoints, networks that cannot be converted"
+import copy, math, random, warnings
+from collections import OrderedDict
+import pytest, torch
+from torch import nn
+import torch.nn.functional as F
+import repq
+from repq.foreign import Rewritten, fit_official, LAYOUTS
+from repq.layer import RepConv2d
+from repq.qat import quantizable_layers
+from repq.testing import assert_differs, assert_same, rel_error, randomize_bn
+from conftest import PROVEN
+
+
+def rand(*shape): return torch.randn(shape, dtype=torch.float64)
+
+
+class RandomNet(nn.Module):
+    "A random graph of convolutions, norms, sums, factors, pools and activations on maps of one size"
+    def __init__(self, rng, channels=4, steps=14):
+        super().__init__()
+        self.steps, self.mods, c = [], nn.ModuleList(), channels
+        self.gamma = nn.Parameter(torch.rand(c, 1, 1) + 0.5)
+        for i in range(steps):
+            last = i + 1 if rng.random() < 0.7 else rng.randrange(i + 1)   # values 0..i exist; value 0 is the input
+            kind = rng.choice(['conv', 'conv', 'conv', 'norm', 'norm', 'add', 'add', 'sub', 'gain', 'pool', 'relu'])
+            if kind == 'conv':
+                k = rng.choice([1, 1, 3, (1, 3), (3, 1)])
+                kh, kw = (k, k) if isinstance(k, int) else k
+                self.mods.append(nn.Conv2d(c, c, (kh, kw), padding=(kh//2, kw//2), groups=rng.choice([1, 1, 2, c]), bias=rng.random() < 0.5))
+            elif kind == 'norm': self.mods.append(nn.BatchNorm2d(c))
+            elif kind == 'pool': self.mods.append(nn.AvgPool2d(3, 1, 1))
+            self.steps.append((kind, min(last, i), rng.randrange(i + 1), len(self.mods) - 1))
+
+    def forward(self, x):
+        values = [x]
+        for kind, a, b, m in self.steps:
+            a, b = values[a], values[b]
+            if kind in ('conv', 'norm', 'pool'): y = self.mods[m](a)
+            elif kind == 'add': y = a + b
+            elif kind == 'sub': y = a - b
+            elif kind == 'gain': y = a*self.gamma
+            else: y = a.relu()
+            values.append(y)
+        return values[-1] + 0.5*values[-2]
+
+
+def by_value(net): return sorted((b for n, b in net.named_buffers() if 'running' in n), key=lambda b: b.sum().item())
+
+
+def test_random_networks(request):
+    "Converted, merged and in training they compute what they did, to float64"
+    rng, layers, blocks, wanted = random.Random(0), 0, 0, 1000 if request.config.getoption('--slow') else 60
+    for _ in range(wanted):
+        net = randomize_bn(RandomNet(rng).double()).train()
+        if not any(isinstance(m, nn.Conv2d) for m in net.modules()): continue
+        x, before = rand(2, 4, 7, 6), copy.deepcopy(net)
+        new = repq.convert(net, inplace=True)
+        assert {id(p) for p in new.parameters()} <= {id(p) for p in net.parameters()} | {id(p) for p in new.parameters() if p.ndim}
+        expected = before.eval()(x)
+        assert_same(copy.deepcopy(new).eval()(x), expected, 1e-11)
+        assert_same(repq.merge(new)(x), expected, 1e-11)
+        if not new.conversion.nested:
+            assert_same(new.train()(x), before.train()(x), 1e-11)
+            for a, b in zip(by_value(new), by_value(before)): assert_same(a, b, 1e-11)
+        layers += len(new.conversion.layers); blocks += len(new.conversion.blocks)
+    assert blocks > wanted/4 and layers > 3*blocks/2
+    PROVEN['random foreign networks'] = wanted
+
+
+def test_gradients_of_random_networks():
+    "The same gradient for every parameter, by name of the original"
+    rng = random.Random(1)
+    for _ in range(15):
+        net = randomize_bn(RandomNet(rng).double()).train()
+        if not any(isinstance(m, nn.Conv2d) for m in net.modules()): continue
+        x, before = rand(3, 4, 7, 6), copy.deepcopy(net)
+        params = dict(net.named_parameters())   # the objects before conversion
+        new = repq.convert(net, inplace=True)
+        if new.conversion.nested: continue
+        (new(x).pow(3).sum() + new(x).sum()).backward()
+        (before(x).pow(3).sum() + before(x).sum()).backward()
+        scale = max(p.grad.abs().max().item() for p in before.parameters() if p.grad is not None)
+        for name, p in before.named_parameters():
+            if p.grad is not None: assert_same(params[name].grad, p.grad, 1e-10, name, scale)
+
+
+FAMILIES = dict(repvgg_a0=0.02, mobileone_s0=0.002, repvit_m0_9=0.02, fastvit_t8=0.02, repghostnet_050=0.02, lcnetv2_small=None, shvit_s1=None, ghostnetv3_050=None)   # name -> learning rate of QAT
+
+
+@pytest.fixture(scope='module')
+def timm(): return pytest.importorskip('timm', reason='the extra `timm` is not installed')
+
+
+def family(timm, name):
+    net = randomize_bn(timm.create_model(name, num_classes=10))
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm2d): m.weight.data.mul_(0.4)
+        if isinstance(getattr(m, 'gamma', None), nn.Parameter): nn.init.uniform_(m.gamma, 0.2, 0.5)
+    return net.eval()
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_timm_families(timm, name):
+    "Converted and merged they equal the original, and timm's own re-parametrized network"
+    original, x = family(timm, name), torch.randn(2, 3, 64, 64)
+    net = repq.convert(original)
+    with torch.no_grad():
+        y = original(x)
+        assert y.std() > 1e-3
+        assert_same(net(x), y, 1e-5)
+        merged = repq.merge(net)
+        assert_same(merged(x), y, 1e-5)
+        assert_same(merged(x), timm.utils.reparameterize_model(original)(x), 1e-5)
+    assert not net.conversion.left and not net.conversion.closed and len(net.conversion.blocks) > 4
+    assert not any(isinstance(m, (nn.BatchNorm2d, RepConv2d)) for m in merged.modules())
+
+
+@torch.no_grad()
+def assert_layers_agree(net, plain, x):
+    "Layer by layer, each fed what the reference is fed (copied: activations work in place): a rounding tie would cascade"
+    seen, layers = {}, quantizable_layers(net)
+    hooks = [l.register_forward_hook(lambda m, args, y, n=n: seen.__setitem__(n, (args[0].clone(), y.clone()))) for n, l in layers.items()]
+    net(x)
+    for h in hooks: h.remove()
+    assert len(seen) == len(layers)
+    for name, (given, y) in seen.items():
+        off = (plain.get_submodule(name)(given) - y).abs() > 1e-4*y.abs().max()
+        assert off.float().mean() < 1e-3, name
+
+
+@pytest.mark.parametrize('name', [n for n, lr in FAMILIES.items() if lr])
+def test_two_qat_steps(timm, name):
+    torch.manual_seed(0)
+    net, losses = repq.quantize(repq.convert(timm.create_model(name, num_classes=10, drop_rate=0.)).train(), 8, 8), []
+    opt, x, target = torch.optim.SGD(net.parameters(), FAMILIES[name]), torch.randn(8, 3, 64, 64), torch.arange(8)
+    for _ in range(3):
+        loss = F.cross_entropy(net(x), target)
+        losses.append(loss.item()); opt.zero_grad(); loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.); opt.step()
+    assert losses[2] < losses[0]
+    plain = repq.merge(net)
+    assert_layers_agree(net.eval(), plain, x)
+    conv = next(m for m in plain.modules() if hasattr(m, 'codes') and m.weight.ndim == 4)
+    assert torch.equal(conv.weight, conv.codes.to(conv.step)*conv.step[:, None, None, None])
+
+
+def test_untraceable_attention_is_closed(timm):
+    "TinyViT's attention cannot be traced: closed, said, and everything else converted"
+    torch.manual_seed(0)
+    original = randomize_bn(timm.create_model('tiny_vit_5m_224', num_classes=10)).eval()
+    with pytest.warns(UserWarning, match='converted in part'): net = repq.convert(original)
+    assert net.conversion.closed and not net.conversion.left and len(net.conversion.layers) > 20
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad(): assert_same(net(x), original(x), 1e-5)
+
+
+def test_drop_path_keeps_branches_apart(timm):
+    "A random drop between branches is no linear map in training: reported"
+    with pytest.warns(UserWarning, match='converted in part'): net = repq.convert(timm.create_model('repvgg_a0', drop_path_rate=0.1))
+    assert any('drop_path' in n and 'in training' in why for n, why in net.conversion.closed.items())
+
+
+def test_copy_and_inplace():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+    kept = copy.deepcopy(net.state_dict())
+    new = repq.convert(net)
+    assert type(net[0]) is nn.Conv2d and new[0].branch.weight is not net[0].weight and new[0].after is not net[1]
+    for k, t in net.state_dict().items(): assert torch.equal(t, kept[k])
+    weight, norm = net[0].weight, net[1]
+    assert repq.convert(net, inplace=True) is net and net[0].branch.weight is weight and net[0].after is norm
+
+
+def test_frozen_norms_and_parameters_stay_frozen():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
+    net[1].eval(); net[0].weight.requires_grad_(False)
+    new = repq.convert(net)
+    assert new[0].training and not new[0].after.training and not new[0].branch.weight.requires_grad
+
+
+class Forked(nn.Module):
+    "Sums in its own forward, so it is rewritten"
+    note = 'kept'
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.bn, self.reduction = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), 7
+        self.head = nn.Linear(4, 3)
+    def forward(self, x): return self.head((self.bn(self.a(x)) + self.b(x) + x).relu().mean((2, 3)))
+
+
+def test_a_rewritten_network_lives_on(tmp_path):
+    "It can be copied, saved, loaded, quantized, counted, and keeps its attributes"
+    net, x = repq.convert(randomize_bn(Forked())).eval(), torch.randn(2, 4, 9, 9)
+    assert isinstance(net, Rewritten) and net.reduction == 7 and 'Sum(' in repr(net.conversion)
+    twin = copy.deepcopy(net)
+    assert twin.reduction == 7 and twin.conversion is not None and torch.equal(twin(x), net(x))
+    other = repq.convert(randomize_bn(Forked())).eval()
+    assert_differs(other(x), net(x))
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(other(x), net(x))
+    torch.save(net, tmp_path/'net.pt')
+    assert torch.equal(torch.load(tmp_path/'net.pt', weights_only=False)(x), net(x))
+    assert repq.models.cost(net, (4, 9, 9)).macs == 81*4*4*9 + 12
+    q = repq.quantize(twin.train(), 8, 8); q(x)
+    assert repq.merge(q)(x).shape == (2, 3)
+
+
+class Sampler(nn.Module):
+    "Reads the value of a tensor"
+    def __init__(self): super().__init__(); self.conv = nn.Conv2d(4, 4, 3)
+    def forward(self, x): return self.conv(x) if float(x.mean()) > 0 else x
+
+
+@pytest.mark.parametrize('module, why', [
+    (Sampler(), 'torch.fx cannot trace it'), (nn.Conv2d(4, 4, 3, padding=1, padding_mode='reflect'), "padding_mode='reflect'"), (nn.Conv2d(4, 4, 3, dilation=2), 'dilation=(2, 2)'),
+    (nn.Conv2d(4, 4, 2, padding='same'), 'even kernel'), (nn.ConvTranspose2d(4, 4, 2), 'of its own kind')])
+def test_what_is_left_is_named(module, why):
+    net = nn.Sequential(OrderedDict(stem=nn.Conv2d(3, 4, 3), odd=module))
+    with pytest.warns(UserWarning, match='converted in part'): new = repq.convert(net)
+    report = new.conversion
+    assert why in {**report.left, **report.closed}['odd'] and 'stem' in report.layers and 'odd' in repr(report) and 'odd' in report._repr_html_()
+
+
+def test_norms_without_statistics_or_weights_stay():
+    for bn in (nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, track_running_stats=False)):
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), bn).double()
+        new, x = repq.convert(net), rand(2, 3, 8, 8)
+        assert isinstance(new[0], RepConv2d) and new[0].after is None and type(new[1]) is nn.BatchNorm2d
+        for training in (True, False): assert_same(new.train(training)(x), net.train(training)(x))
+
+
+def test_a_change_in_place_of_a_value_in_use_is_no_sum():
+    class Sneaky(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        def forward(self, x):
+            y = self.a(x)
+            z = y
+            z += self.b(x)
+            return z.relu() + y   # y is z now
+    net = Sneaky().double()
+    new, x = repq.convert(net), rand(1, 4, 5, 5)
+    assert_same(new(x), net(x))
+
+
+def test_a_source_that_changes_in_place_starts_no_region():
+    class Sneaky(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b, self.act = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True)
+        def forward(self, x):
+            x = x + 1
+            y = self.a(x)
+            self.act(x)
+            return y + self.b(x)   # b reads what act left
+    net = Sneaky().double()
+    new, x = repq.convert(net), rand(1, 4, 5, 5)
+    assert set(new.conversion.layers) == {'a', 'b'}
+    assert_same(new(x), net(x))
+
+
+def test_hooks_stay():
+    "A convolution with weight_norm computes its weight in a hook"
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        net = nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), nn.Conv2d(4, 4, 1)).double()
+    with pytest.warns(UserWarning, match='converted in part'): new = repq.convert(net, inplace=True)
+    assert 'hooks' in new.conversion.left['0'] and 'own kind' in new.conversion.left['2'] and list(new.conversion.layers) == ['3']
+    x = rand(1, 3, 8, 8)
+    assert new(x).isfinite().all()
+
+
+class Dropping(nn.Module):
+    "A functional dropout, which a new forward would freeze in one mode"
+    def __init__(self): super().__init__(); self.conv, self.bn = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+    def forward(self, x): return self.bn(self.conv(F.dropout(x, 0.5, self.training)))
+
+
+class Around(nn.Module):
+    def __init__(self): super().__init__(); self.drop, self.a, self.b = Dropping(), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+    def forward(self, x):
+        x = self.drop(x).relu()
+        return self.a(x) + self.b(x)
+
+
+def test_dropout_by_function_keeps_working():
+    "The module with the sum is rewritten, the one with the dropout keeps its code"
+    net, x = Around().double(), rand(2, 4, 8, 8)
+    new = repq.convert(net)
+    assert set(new.conversion.layers) == {'rep', 'drop.conv'} and isinstance(new.drop, Dropping)
+    assert_same(new.eval()(x), net.eval()(x))
+    assert_differs(new.train()(x), new.train()(x))   # random in training
+
+
+class Own(Dropping):
+    def __init__(self): super().__init__(); self.skip = nn.Conv2d(4, 4, 1)
+    def forward(self, x):
+        x = F.dropout(x, 0.5, self.training)
+        return self.bn(self.conv(x)) + self.skip(x)
+
+
+def test_a_module_that_would_be_frozen_is_closed():
+    "Dropout and sum in one forward: not rewritten, said, children converted"
+    net, x = nn.Sequential(OrderedDict(own=Own())).double(), rand(2, 4, 8, 8)
+    with pytest.warns(UserWarning, match='converted in part'): new = repq.convert(net)
+    assert 'in training' in new.conversion.closed['own'] and set(new.conversion.layers) == {'own.conv', 'own.skip'}
+    assert_same(new.eval()(x), net.eval()(x)); assert_differs(new.train()(x), new.train()(x))
+
+
+def test_quantize_says_when_it_cannot_trace():
+    net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), Sampler())
+    with pytest.warns(UserWarning, match='torch.fx cannot trace Sequential .*repq.convert'): repq.quantize(net, 8, 8)
+
+
+# Official checkpoints. The modules below follow the papers and the names of the official state dicts.
+
+def conv_bn(i, o, k, stride=1): return OrderedDict(conv=nn.Conv2d(i, o, k, stride, k//2, bias=False), bn=nn.BatchNorm2d(o))
+
+
+class ACBlock(nn.Module):
+    def __init__(self, i, o, stride=1):
+        super().__init__()
+        for name, k in dict(square=(3, 3), hor=(1, 3), ver=(3, 1)).items():
+            self.add_module(f'{name}_conv', nn.Conv2d(i, o, k, stride, (k[0]//2, k[1]//2), bias=False))
+            self.add_module(f'{name}_bn', nn.BatchNorm2d(o))
+    def forward(self, x): return sum(getattr(self, f'{n}_bn')(getattr(self, f'{n}_conv')(x)) for n in ('square', 'hor', 'ver'))
+
+
+class OREPA(nn.Module):
+    "Every branch computed by itself, on the padded input"
+    def __init__(self, i, o, stride=1, norm=True):
+        super().__init__()
+        self.i, self.o, self.stride = i, o, stride
+        shapes = dict(origin=(o, i, 3, 3), avg_conv=(o, i, 1, 1), pfir_conv=(o, i, 1, 1), **{'1x1': (o, i, 1, 1), '1x1_kxk_idconv1': (i, i, 1, 1), '1x1_kxk_conv2': (o, i, 3, 3)},
+                      gconv_dw=(8*i, 1, 3, 3), gconv_pw=(o, 8*i, 1, 1))
+        for name, shape in shapes.items(): self.register_parameter(f'weight_orepa_{name}', nn.Parameter(torch.randn(shape)/math.sqrt(shape[1]*shape[2]*shape[3])))
+        self.vector = nn.Parameter(torch.randn(6, o)/2)
+        self.register_buffer('weight_orepa_avg_avg', torch.full((3, 3), 1/9, dtype=torch.float64))
+        self.register_buffer('weight_orepa_prior', torch.tensor([[[math.cos(math.pi*((h if c < o/2 else w) + 0.5)*(c + 1 - (0 if c < o/2 else o/2))/3) for w in range(3)] for h in range(3)]
+                                                                 for c in range(o)], dtype=torch.float64))
+        self.register_buffer('id_tensor', torch.eye(i)[:, :, None, None])
+        if norm: self.bn = nn.BatchNorm2d(o)
+
+    def weight(self, name): return getattr(self, f'weight_orepa_{name}')
+    def branches(self, x, stride):
+        "x is padded already"
+        inner = x[..., 1:-1, 1:-1]
+        yield F.conv2d(x, self.weight('origin'), stride=stride)
+        yield F.avg_pool2d(F.conv2d(x, self.weight('avg_conv')), 3, stride)
+        yield F.conv2d(F.conv2d(x, self.weight('pfir_conv')), self.weight('prior')[:, None], stride=stride, groups=self.o)
+        yield F.conv2d(x + F.conv2d(x, self.weight('1x1_kxk_idconv1')), self.weight('1x1_kxk_conv2'), stride=stride)
+        yield F.conv2d(inner, self.weight('1x1'), stride=stride)
+        yield F.conv2d(F.conv2d(x, self.weight('gconv_dw'), stride=stride, groups=self.i), self.weight('gconv_pw'))
+    def linear(self, x, stride=1): return sum(y*v[:, None, None] for y, v in zip(self.branches(x, stride), self.vector))
+    def kernel(self):
+        "The 3×3 of this block, read off its response to unit impulses"
+        impulses = torch.zeros(self.i, self.i, 5, 5, dtype=self.vector.dtype)
+        for c in range(self.i): impulses[c, c, 2, 2] = 1
+        return self.linear(impulses).flip(-1, -2).transpose(0, 1)
+    def forward(self, x): return self.bn(self.linear(F.pad(x, (1, 1, 1, 1)), self.stride))
+
+
+class LargeOREPA(nn.Module):
+    "7×7 from three 3×3, whose kernels are correlated as the official code does"
+    def __init__(self, i, o, stride):
+        super().__init__()
+        self.stride, self.weight0, self.weight1, self.weight2, self.bn = stride, OREPA(i, o, norm=False), OREPA(o, o, norm=False), OREPA(o, o, norm=False), nn.BatchNorm2d(o)
+    def forward(self, x):
+        w = self.weight0.kernel().transpose(0, 1)
+        for block in (self.weight1, self.weight2): w = F.conv2d(w, block.kernel(), padding=2)
+        return self.bn(F.conv2d(x, w.transpose(0, 1), stride=self.stride, padding=3))
+
+
+class Residual(nn.Module):
+    def __init__(self, conv1, conv2, i, o, stride):
+        super().__init__()
+        self.conv1, self.conv2 = conv1, conv2
+        self.shortcut = nn.Sequential(conv_bn(i, o, 1, stride)) if stride > 1 or i != o else nn.Identity()
+    def forward(self, x): return (self.conv2(self.conv1(x).relu()) + self.shortcut(x)).relu()
+
+
+def official_resnet(stem, make1, make2, stem_name):
+    net, i = nn.Sequential(), 8
+    net.add_module(stem_name.split('.')[0], nn.Sequential(OrderedDict({stem_name.split('.')[1]: stem})) if '.' in stem_name else stem)
+    net.add_module('relu', nn.ReLU()); net.add_module('maxpool', nn.MaxPool2d(3, 2, 1))
+    for s, o in enumerate((8, 16, 32, 64), 1):
+        blocks = [Residual(make1(a, o, st), make2(o, o, 1), a, o, st) for a, st in ((i, 1 if s == 1 else 2), (o, 1))]
+        net.add_module(f'stage{s}', nn.Sequential(*blocks)); i = o
+    net.add_module('pool', nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    net.add_module('linear', nn.Linear(64, 5))
+    return randomize_bn(net.double())
+
+
+def acnet_resnet():
+    return official_resnet(nn.Sequential(conv_bn(3, 8, 7, 2)), lambda i, o, s: nn.Sequential(OrderedDict(acb=ACBlock(i, o, s), relu=nn.ReLU())), ACBlock, 'conv1')
+
+
+def orepa_resnet(): return official_resnet(LargeOREPA(3, 8, 2), OREPA, OREPA, 'stage0.conv1')
+
+
+class ECB(nn.Module):
+    def __init__(self, i, o, act=True):
+        super().__init__()
+        def branch(**shapes):
+            m = nn.Module()
+            for name, shape in shapes.items(): m.register_parameter(name, nn.Parameter(torch.randn(shape)/2))
+            return m
+        self.conv3x3 = nn.Conv2d(i, o, 3, padding=1)
+        self.conv1x1_3x3 = branch(k0=(2*o, i, 1, 1), b0=(2*o,), k1=(o, 2*o, 3, 3), b1=(o,))
+        masks = dict(sbx=[[1, 0, -1], [2, 0, -2], [1, 0, -1]], sby=[[1, 2, 1], [0, 0, 0], [-1, -2, -1]], lpl=[[0, 1, 0], [1, -4, 1], [0, 1, 0]])
+        for name, mask in masks.items():
+            m = branch(k0=(o, i, 1, 1), b0=(o,), scale=(o, 1, 1, 1), bias=(o,))
+            m.mask = nn.Parameter(torch.tensor(mask, dtype=torch.float32).expand(o, 1, 3, 3).clone(), requires_grad=False)
+            self.add_module(f'conv1x1_{name}', m)
+        if act: self.act = nn.PReLU(o)
+    def forward(self, x):
+        padded = F.pad(x, (1, 1, 1, 1))
+        m = self.conv1x1_3x3
+        y = self.conv3x3(x) + F.conv2d(F.conv2d(padded, m.k0, m.b0), m.k1, m.b1)
+        for m in (self.conv1x1_sbx, self.conv1x1_sby, self.conv1x1_lpl): y = y + F.conv2d(F.conv2d(padded, m.k0, m.b0), m.scale*m.mask, m.bias, groups=len(m.bias))
+        return self.act(y) if hasattr(self, 'act') else y
+
+
+class OfficialECBSR(nn.Module):
+    def __init__(self, blocks=2, channels=4, scale=2):
+        super().__init__()
+        self.backbone = nn.Sequential(ECB(1, channels), *(ECB(channels, channels) for _ in range(blocks)), ECB(channels, scale**2, act=False))
+        self.upsampler = nn.PixelShuffle(scale)
+    def forward(self, x): return self.upsampler(self.backbone(x) + x)
+
+
+OFFICIAL = {'acnet': (acnet_resnet, lambda: repq.models.resnet18(5, 'acnet', 0.125), (2, 3, 64, 64)),
+            'orepa': (orepa_resnet, lambda: repq.models.resnet18(5, 'orepa', 0.125, orepa_stem=True), (2, 3, 64, 64)),
+            'ecbsr': (OfficialECBSR, lambda: repq.models.ecbsr(2, 4, 2), (2, 1, 11, 9))}
+
+
+@pytest.mark.parametrize('kind', OFFICIAL)
+def test_official_checkpoints(kind):
+    "Loaded from the official layout, our network computes the same, border included"
+    make, ours, shape = OFFICIAL[kind]
+    official, net, x = make().double().eval(), ours().double().eval(), rand(*shape)
+    with torch.no_grad(): y = official(x)
+    assert_differs(net(x), y)
+    fit = repq.load_official(net, {'state_dict': official.state_dict()})
+    assert fit and len(fit.loaded) > 20
+    assert_same(net(x), y, 1e-11)
+
+
+def test_the_stem_of_orepa_needs_its_flips():
+    "Without them the 7×7 is another one"
+    official, net = orepa_resnet().eval(), repq.models.resnet18(5, 'orepa', 0.125, orepa_stem=True).double().eval()
+    state = {k: t.flip(-1, -2) if k.startswith(('stage0.conv1.weight1', 'stage0.conv1.weight2')) and t.ndim == 4 else t for k, t in official.state_dict().items()}
+    repq.load_official(net, state)
+    x = rand(1, 3, 64, 64)
+    assert_differs(net(x), official(x))
+
+
+def test_wrong_networks_are_told_what_does_not_fit():
+    state = acnet_resnet().state_dict()
+    before = copy.deepcopy((net := repq.models.resnet18(5, 'acnet', 0.25).double()).state_dict())
+    with pytest.raises(ValueError, match=r'nothing was loaded(.|\n)*shapes \(\d+\): stem.branch.weight \(16, 3, 7, 7\) ← conv1.conv.weight \(8, 3, 7, 7\)'): repq.load_official(net, state)
+    for k, t in net.state_dict().items(): assert torch.equal(t, before[k])
+    with pytest.raises(ValueError, match='missing(.|\n)*branch.parts.0.scale'): repq.load_official(repq.models.resnet18(5, 'orepa', 0.125), state)
+    with pytest.raises(ValueError, match='unexpected(.|\n)*stage0.conv1.weight0'): repq.load_official(repq.models.resnet18(5, 'orepa', 0.125), orepa_resnet().state_dict())
+    with pytest.raises(ValueError, match='deployed'): repq.load_official(net, {'stage1.0.conv1.acb.fused_conv.weight': rand(1)})
+
+
+def test_every_layout_covers_its_network():
+    "Each tensor of our networks that is not constant has an official name, and no two share one"
+    nets = dict(repvgg=repq.models.repvgg_a0(10, width=0.125), **{k: ours() for k, (_, ours, _) in OFFICIAL.items()})
+    for kind, net in nets.items():
+        from repq.foreign import official_name
+        names = [official_name(k, LAYOUTS[kind], len(getattr(net, 'body', ()))) for k, _ in net.named_parameters()]
+        assert None not in names and len(set(names)) == len(names), kind
+        assert fit_official(net, {}, LAYOUTS[kind])[1].missing
