@@ -1,11 +1,13 @@
 "The site without Quarto: pages as Quarto gets them, and what can be checked of them. `python tests/docs.py build`, then `... check _docs`"
-import ast, contextlib, html, importlib, io, json, os, re, shutil, subprocess, sys, warnings
+import ast, contextlib, html, json, os, re, shutil, subprocess, sys, textwrap, warnings
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+from readme import made_again
 
 ROOT = Path(__file__).parent.parent
 NBS = ROOT/'nbs'
-LIVE = ('results.ipynb', 'reference.ipynb') # executed again for each site: they show what is there now
+LIVE = ('results.ipynb', 'reference.ipynb') # executed for each site: they show what is there now
+TOP = ('CONTRIBUTING.md', 'CHANGELOG.md', 'CITATION.cff') # files of the top level that pages link to
 
 
 # -- the sidebar
@@ -20,6 +22,8 @@ def sidebar():
 
 def pages(): return [p for ps in sidebar().values() for p in ps]
 
+def source(name): return ROOT/name if name in TOP else NBS/name
+
 
 # -- from a notebook to a page
 
@@ -28,32 +32,35 @@ def folded(source):
     lines = source.strip('\n').splitlines()
     return '\n'.join([f'#| code-fold: {"show" if len(lines) <= 24 else "true"}', '#| code-summary: "Source"', *lines])
 
-def signature(obj, name):
-    "Name, signature with comments on arguments, and docstring, as Markdown; None where there is nothing to say"
-    from nbdev.showdoc import show_doc
-    try: text = show_doc(obj, name=name)._repr_markdown_()
-    except (TypeError, ValueError, AttributeError): return None
-    text = re.sub(r'^---\n+', '', text)
-    return re.sub(r'^\[source\]\([^\n]*\n+', '', text).strip()
+def header(node, lines):
+    "A definition up to its body, with the comments on its arguments, as it stands in the source"
+    first, body = node.lineno - 1, node.body[0]
+    text = lines[first:body.lineno - 1] + ([lines[body.lineno - 1].encode()[:body.col_offset].decode()] if body.lineno - 1 == first or lines[body.lineno - 1][:body.col_offset].strip() else [])
+    return textwrap.dedent('\n'.join(text)).rstrip()
 
-def methods(cls):
-    "Public methods that say what they do"
-    for name, m in vars(cls).items():
-        if not name.startswith('_') and getattr(m, '__doc__', None) and (callable(m) or isinstance(m, (classmethod, staticmethod))): yield name, getattr(cls, name)
+def fields(node, lines):
+    "The fields of a dataclass, with their comments"
+    found = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+    return textwrap.dedent('\n'.join('\n'.join(lines[n.lineno - 1:n.end_lineno]) for n in found))
 
-def documented(module, source):
-    "Markdown for all that a cell defines"
-    texts = []
-    for node in ast.parse(source).body:
-        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith('_'): continue
-        obj = getattr(module, node.name)
-        found = [signature(obj, node.name)]
-        if isinstance(obj, type): found += [signature(m, f'{node.name}.{n}') for n, m in methods(obj)]
-        texts += [found[0]] + [f.replace('### ', '#### ', 1) for f in found[1:] if f] if found[0] else []
-    return texts
+def described(node, lines, prefix='', level='###'):
+    "Name, signature and docstring of a function or class, and of its public methods, as Markdown"
+    doc, parts = ast.get_docstring(node), [header(node, lines)]
+    if isinstance(node, ast.ClassDef):
+        init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == '__init__'), None)
+        data = fields(node, lines) if any('dataclass' in ast.unparse(d) for d in node.decorator_list) else ''
+        parts += [textwrap.indent(t, '    ') for t in (header(init, lines) if init else '', data) if t]
+    yield f'{level} {prefix}{node.name}\n\n```python\n' + '\n'.join(parts) + '\n```\n' + (f'\n*{doc.strip()}*\n' if doc else '')
+    for n in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(n, ast.FunctionDef) and not n.name.startswith('_') and ast.get_docstring(n): yield from described(n, lines, f'{node.name}.', level + '#')
+
+def documented(code):
+    "Markdown for all that a cell defines for others"
+    lines = code.splitlines()
+    return [t for n in ast.parse(code).body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith('_') for t in described(n, lines)]
 
 def processors():
-    "nbdev's, except that nothing is executed: stored outputs stay, signatures come from the modules"
+    "nbdev's, except that nothing is executed: stored outputs stay, signatures are read from the source"
     from nbdev.frontmatter import FrontmatterProc
     from nbdev.process import Processor
     from nbdev.processors import add_links, clean_magics, hide_, hide_line, populate_language, rm_export, rm_header_dash, strip_ansi, strip_hidden_metadata
@@ -62,13 +69,12 @@ def processors():
     class exports(Processor):
         "Exported cells become signatures and source; imports go"
         def begin(self):
-            found = [m[1] for c in self.nb.cells if c.cell_type == 'code' for m in [re.search(r'^default_exp (\S+)', ' '.join([k, *v])) for k, v in c.directives_.items()] if m]
-            module, cells = importlib.import_module(f'repq.{found[0]}') if found else None, []
+            cells = []
             for c in self.nb.cells:
                 if c.cell_type != 'code' or 'export' not in c.directives_: cells.append(c); continue
                 code = [n for n in ast.parse(c.source).body if not isinstance(n, (ast.Import, ast.ImportFrom))]
                 if not code: continue
-                for text in documented(module, c.source): cells.append(mk_cell(text, 'markdown')); cells[-1].directives_ = {}
+                for text in documented(c.source): cells.append(mk_cell(text, 'markdown')); cells[-1].directives_ = {}
                 c.source, c.directives_, c.outputs = folded(c.source), {}, []
                 cells.append(c)
             self.nb.cells = cells
@@ -87,36 +93,34 @@ def offline(output):
         data = {'text/markdown': f'{fence}{{=html}}\n{text}\n{fence}\n'}
     return {**output, 'data': {k: v for k, v in data.items() if 'javascript' not in k and 'widget' not in k}}
 
+WORDS = 'merged sampled plain repq fit schedule registered flatten'.split() # functions, but in prose these words mean something else
+
 def localize(text, depth, host):
     "Links to our own site, and to results, as relative links"
     up = '../'*depth
-    return re.sub(r'(\]\(|href=")(?:\.\./)+results/', rf'\g<1>{up}results/', text.replace(host, up))
+    text = re.sub(rf'\[`({"|".join(WORDS)})`\]\({re.escape(host)}[^)]*\)', r'`\1`', text)
+    return re.sub(rf'(\]\(|href=")(?:\.\./)+(results/|{"|".join(map(re.escape, TOP))})', rf'\g<1>{up}\g<2>', text.replace(host, up))
 
-def execute(nb, path):
-    "Run the code cells of a page anew"
-    from execnb.shell import CaptureShell
-    from fastcore.basics import dict2obj
-    shell, here = CaptureShell(path.parent), os.getcwd()
-    try:
-        os.chdir(path.parent)
-        for c in nb.cells:
-            if c.cell_type != 'code': continue
-            shell.cell(c)
-            if shell.exc: raise RuntimeError(f'{path.name}: {c.source}') from shell.exc
-    finally: os.chdir(here)
-    nb.cells = dict2obj(nb.cells)
+def of_text(path):
+    "A file of the top level as a page"
+    title, text = re.match(r'# ([^\n]+)\n(.*)', path.read_text(encoding='utf-8'), re.S).groups()
+    cells = [dict(cell_type='raw', source=f'---\ntitle: {title}\noutput-file: {path.stem.lower()}.html\n---\n'), dict(cell_type='markdown', source=re.sub(r'\]\(nbs/', '](', text))]
+    return dict(cells=[dict(metadata={}, **c) for c in cells])
 
 def process(path, live=True):
     "A page as a dictionary: a notebook that Quarto renders without executing anything"
-    from execnb.nbio import nb2dict, read_nb
+    if path.suffix == '.md': return of_text(path)
+    from execnb.nbio import dict2nb, nb2dict
     from nbdev.config import get_config
     from nbdev.process import NBProcessor
     path, config = Path(path), get_config(path=ROOT)
     host, depth = config.doc_host.rstrip('/') + '/' + config.doc_baseurl.strip('/') + '/', len(path.relative_to(NBS).parts) - 1
-    nb = read_nb(path)
+    raw = json.loads(path.read_text(encoding='utf-8'))
     with warnings.catch_warnings(), inside(ROOT):
         warnings.simplefilter('ignore')
-        if live and path.name in LIVE: execute(nb, path)
+        if live and path.name in LIVE: raw['cells'] = made_again(raw['cells'], path.parent, lambda source: True)
+        nb = dict2nb(raw)
+        nb.path_ = path
         NBProcessor(nb=nb, procs=processors()).process()
     page = nb2dict(nb)
     page['metadata'] = dict(kernelspec=page['metadata']['kernelspec'])
@@ -217,10 +221,11 @@ def build(dest=ROOT/'_proc', katex=None):
     shutil.rmtree(dest, ignore_errors=True)
     made = {}
     for name in pages():
-        made[name] = process(NBS/name)
+        made[name] = process(source(name))
         (dest/name).parent.mkdir(parents=True, exist_ok=True)
-        (dest/name).write_text(json.dumps(made[name], ensure_ascii=False, indent=1) + '\n', encoding='utf-8')
-    shutil.copy(ROOT/'_quarto.yml', dest/'_quarto.yml')
+        text = '\n'.join(c['source'] for c in made[name]['cells']) if name.endswith('.md') else json.dumps(made[name], ensure_ascii=False, indent=1) + '\n'
+        (dest/name).write_text(text, encoding='utf-8')
+    for name in ('_quarto.yml', 'CITATION.cff'): shutil.copy(ROOT/name, dest/name)
     for p in NBS.rglob('*'):
         if p.suffix in ('.scss', '.svg', '.png', '.html') and '.ipynb_checkpoints' not in p.parts:
             (dest/p.relative_to(NBS)).parent.mkdir(parents=True, exist_ok=True)
@@ -229,10 +234,10 @@ def build(dest=ROOT/'_proc', katex=None):
         up = '../'*len(folder.relative_to(dest).parts)
         (folder/'_metadata.yml').write_text(f'format:\n  html:\n    html-math-method:\n      method: katex\n      url: {up}katex/\n')
     for target in {t for page in made.values() for text in markdown_of(page) for t in links(text) if re.match(r'(\.\./)*results/', t)}:
-        source = ROOT/re.sub(r'^(\.\./)*', '', unquote(urlsplit(target).path))
-        if source.is_file():
-            (dest/source.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, dest/source.relative_to(ROOT))
+        file = ROOT/re.sub(r'^(\.\./)*', '', unquote(urlsplit(target).path))
+        if file.is_file():
+            (dest/file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, dest/file.relative_to(ROOT))
     if katex: shutil.copytree(katex, dest/'katex', dirs_exist_ok=True, ignore=shutil.ignore_patterns('*.mjs', 'contrib', 'katex.js', 'katex.css', '*.md', '*swap*'))
     return made
 
@@ -242,6 +247,7 @@ def finish(source=ROOT/'_proc', dest=ROOT/'_docs'):
     shutil.move(source/'_docs', dest)
     for name in ('katex', 'results'):
         if (source/name).is_dir(): shutil.copytree(source/name, dest/name, dirs_exist_ok=True)
+    shutil.copy(source/'CITATION.cff', dest)
 
 REQUESTS = (r'<(?:script|img|iframe|embed|source|audio|video)\b[^>]*?\bsrc=["\']([^"\']+)', r'<link\b(?=[^>]*\brel=["\'](?:stylesheet|preload|icon|modulepreload|shortcut icon)["\'])[^>]*?\bhref=["\']([^"\']+)',
             r'@import\s+(?:url\()?["\']?([^"\')\s;]+)', r'url\(["\']?([^"\')]+)')
@@ -268,7 +274,7 @@ def site_errors(site):
 
 def katex_errors(katex):
     "Equations that KaTeX does not take; needs node"
-    found = [(name, e) for name in pages() for text in markdown_of(process(NBS/name, live=False)) for e in equations(text)]
+    found = [(name, e) for name in pages() for text in markdown_of(process(source(name), live=False)) for e in equations(text)]
     script = ('const katex = require(process.argv[1]); const all = JSON.parse(require("fs").readFileSync(0)); '
               'console.log(JSON.stringify(all.map(([n, e]) => { try { katex.renderToString(e, {throwOnError: true, strict: "ignore"}); return null } catch (x) { return n + ": " + x.message } }).filter(x => x)))')
     out = subprocess.run(['node', '-e', script, str(Path(katex).resolve()/'katex.js')], input=json.dumps(found), capture_output=True, text=True, check=True).stdout

@@ -1,5 +1,6 @@
 "README.md from nbs/index.ipynb, without Quarto: `python tests/readme.py` brings its tables up to date and writes it"
 import json, os, re
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -15,8 +16,9 @@ def text_of(output):
 
 def outputs(cell):
     "The text a cell printed or returned: as a block, Markdown as it is"
-    for text, markdown in map(text_of, cell['outputs']):
-        if text.strip(): yield text.rstrip() if markdown else f'```\n{text.rstrip()}\n```'
+    for markdown, found in groupby(map(text_of, cell['outputs']), key=lambda o: o[1]):
+        text = ''.join(t for t, _ in found).rstrip()
+        if text.strip(): yield text if markdown else f'```\n{text}\n```'
 
 
 def from_here(text):
@@ -38,16 +40,16 @@ def render(cells=None):
     return '\n\n'.join(parts) + '\n'
 
 
-def made_again(cells):
-    "Cells whose source is hidden show results: the same cells with outputs as they are now"
+def made_again(cells, folder=INDEX.parent, which=hidden):
+    "Copies of cells, those of a kind with outputs as they are now: by default those whose source is hidden, which show results"
     from execnb.shell import CaptureShell
-    shell, here, cells = CaptureShell(INDEX.parent), os.getcwd(), json.loads(json.dumps(cells))
-    os.chdir(INDEX.parent)
+    shell, here, cells = CaptureShell(folder), os.getcwd(), json.loads(json.dumps(cells))
+    os.chdir(folder)
     try:
         for cell in cells:
-            if cell['cell_type'] != 'code' or not hidden(''.join(cell['source'])): continue
-            cell['outputs'] = [dict(o) for o in shell.run(''.join(cell['source']))]
-            if shell.exc: raise shell.exc
+            if cell['cell_type'] != 'code' or not which(''.join(cell['source'])): continue
+            cell['outputs'] = json.loads(json.dumps(shell.run(''.join(cell['source'])), default=list))
+            if shell.exc: raise RuntimeError(''.join(cell['source'])) from shell.exc
     finally: os.chdir(here)
     return cells
 
