@@ -11,7 +11,7 @@ __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'O
            'kernel_main', 'Forked', 'forkserver', 'can_fork', 'kernel_manager', 'check_parameters', 'parameters',
            'check_parent', 'Outcome', 'make_portable', 'complete', 'execute', 'reason', 'effort', 'seconds_left',
            'Batch', 'clock', 'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'run_batch', 'reproduce',
-           'open_executor', 'limited', 'macs_of', 'gpu_hours']
+           'open_executor', 'limited', 'load_network', 'data_of', 'macs_of', 'gpu_hours']
 
 # %% ../nbs/20_runs.ipynb #6b08fcd4
 import ast, hashlib, json, logging, os, shutil, signal, sys, tempfile, time, weakref
@@ -708,6 +708,32 @@ def limited(runs, steps=None)->list:
     made = {}
     for r in runs: made[r.id] = replace(r, parent=made[r.parent.id] if r.parent else None, settings=r.settings | (dict(max_steps=steps) if r.task != 'time' else dict(rounds=1)))
     return list(made.values())
+
+# %% ../nbs/20_runs.ipynb #20da91ed
+def load_network(
+    source # the folder of a finished run, or a file of weights
+)->tuple: # network in evaluation mode, specification
+    "The trained network of a run"
+    from repq.training import full_precision_network, load_tensors, load_weights, quantized_network
+    path = Path(source)/'weights.safetensors' if Path(source).is_dir() else Path(source)
+    if Path(source).is_dir(): read_record(source, weights=True)
+    if not path.is_file(): raise ValueError(f'there is no {path}: give the folder of a finished run, or a .safetensors file that one has left')
+    tensors, run = load_tensors(path)
+    if not isinstance(run, dict) or 'model' not in run: raise ValueError(f'{path} does not say which network it belongs to: only weights written by a run do')
+    s = run['settings']
+    shape = dict(blocks=s.get('blocks', 4), channels=s.get('channels', 8), scale=2) if run['task'] == 'super_resolution' else {'n_classes': len(tensors['head.bias'])} | s['network']
+    net = full_precision_network(run['model'], run['block'], '' if run['statistics'] in ('calibrated', 'sampled') else run['statistics'], **shape)
+    if run['strategy'] != 'fp':
+        exceptions = s.get('exceptions', 'paper')
+        net = quantized_network(net, run['strategy'], run['bits'], run['statistics'], {k: tuple(v) for k, v in exceptions.items()} if isinstance(exceptions, dict) else exceptions)
+    return load_weights(net, path).eval(), run
+
+def data_of(run:dict)->list: # batches
+    "Validation data as the run had it, for checks; needs the same data set"
+    from repq.training import classifier_data, sr_data
+    s = run['settings']
+    if run['task'] == 'super_resolution': return list(sr_data(s['data'], s['patch'], s['batch_size'], s['steps_per_epoch'])[0].valid)
+    return list(classifier_data(s['data'], s['batch_size'], **s.get('loader', {})).valid)
 
 # %% ../nbs/20_runs.ipynb #500dc6dd
 V100 = 15.7e12/2   # useful operations per second

@@ -219,6 +219,29 @@ def test_older_code_is_told(undisturbed, tmp_path, monkeypatch):
     assert found.state == 'older code' and found.record['metrics'] and 'earlier version' in found.why
 
 
+def test_export_from_a_record(undisturbed, tmp_path, capsys):
+    "From a finished run, and from its file of weights alone, to ONNX with a certificate"
+    pytest.importorskip('onnxruntime')
+    from repq.cli import main
+    store, (parent, child, _) = R.Store(undisturbed[0], 'smoke'), family()
+    shutil.copy(store.done(child)/'weights.safetensors', tmp_path/'alone.safetensors')
+    for source in (store.done(child), tmp_path/'alone.safetensors'):
+        assert main(['export', str(source), '--check', '--out', str(tmp_path/'net.onnx')]) == 0
+        assert 'parity holds' in capsys.readouterr().out and json.loads((tmp_path/'net.json').read_text())['ok'] is True
+    assert main(['export', str(store.done(parent)), '--out', str(tmp_path/'fp.onnx')]) == 0 and (tmp_path/'fp.onnx').stat().st_size > 5000
+    assert main(['export', str(store.done(parent)), '--check', '--out', str(tmp_path/'no.onnx')]) == 1 and 'full precision' in capsys.readouterr().err
+    assert main(['export', str(tmp_path/'nothing'), '--out', str(tmp_path/'no.onnx')]) == 1 and 'there is no' in capsys.readouterr().err
+    assert not (tmp_path/'no.onnx').exists()
+
+
+def test_network_of_a_run_is_the_trained_one(undisturbed):
+    net, run = R.load_network(R.Store(undisturbed[0], 'smoke').done(family()[1]))
+    from repq.data import evaluate_sr
+    from repq.training import stand_in
+    record = R.read_record(R.Store(undisturbed[0], 'smoke').done(family()[1]))
+    assert evaluate_sr(net, stand_in('coffee'), ssim=False)['psnr'] == pytest.approx(record['metrics']['psnr']['Set5'], abs=1e-9) and run['bits'] == 8
+
+
 # -- a cluster
 
 @pytest.fixture

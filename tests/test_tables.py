@@ -239,13 +239,14 @@ def test_time_saved(batch):
     assert verdict(batch, 'RepQ-BNEst takes less training time than RepQ-BN').verdict == HOLDS and verdict(batch, 'Training takes no longer than Table 4 says').verdict == FAILS
 
 
-def test_bit_operations_are_those_of_the_records(batch):
+def test_bit_operations_are_counted_on_the_papers_networks(batch):
+    "A narrow network in the records does not change them"
     claim = '4-bit RepVGG-B0 needs two times fewer bit-operations than 8-bit RepVGG-A0'
     assert verdict(batch, claim).verdict == FAILS
     run = run_at(accuracy('RepVGG-B0', 'RepQ-BNEst', '4'))
     write_run(batch, run, cost=dict(macs=1, bit_ops=32_000_000, parameters=1))
     v = verdict(batch, claim)
-    assert v.verdict == HOLDS and v.interval == (2., 2., 2.) and v.paper == 'contradicts itself' and '1.77' in v.paper_why
+    assert v.verdict == FAILS and abs(v.interval[0] - 1.7685) < 1e-3 and v.paper == 'contradicts itself' and '1.77' in v.paper_why
 
 
 def test_where_the_paper_disagrees_with_itself(whole):
