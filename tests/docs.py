@@ -93,6 +93,12 @@ def offline(output):
         data = {'text/markdown': f'{fence}{{=html}}\n{text}\n{fence}\n'}
     return {**output, 'data': {k: v for k, v in data.items() if 'javascript' not in k and 'widget' not in k}}
 
+def without_examples(text, folder):
+    "A stored output without links into a folder that was there for an example only"
+    def keep(m): return m[0] if outside(m[2]) or m[2].startswith('#') or (folder/unquote(urlsplit(m[2]).path)).exists() else m[1]
+    text = re.sub(r'\[([^\[\]]*)\]\(([^()\s]+)\)', keep, text)
+    return re.sub(r'<a href="([^"]+)">(.*?)</a>', lambda m: keep([m[0], m[2], m[1]]), text, flags=re.S)
+
 WORDS = 'merged sampled plain repq fit schedule registered flatten'.split() # functions, but in prose these words mean something else
 
 def localize(text, depth, host):
@@ -131,7 +137,9 @@ def process(path, live=True):
         if c['cell_type'] != 'code': continue
         c['outputs'] = [o for o in map(offline, c['outputs']) if o]
         for o in c['outputs']:
-            if 'text/markdown' in o.get('data', {}): o['data']['text/markdown'] = localize(''.join(o['data']['text/markdown']), depth, host)
+            if 'text/markdown' in o.get('data', {}):
+                text = ''.join(o['data']['text/markdown'])
+                o['data']['text/markdown'] = localize(text if path.name in LIVE or path.name == 'index.ipynb' else without_examples(text, path.parent), depth, host)
     return page
 
 @contextlib.contextmanager
@@ -261,7 +269,7 @@ def site_errors(site):
     for p in files:
         text, name = re.sub(r'<pre.*?</pre>|<code.*?</code>', '', p.read_text(encoding='utf-8'), flags=re.S), p.relative_to(site)
         asked = [m for pattern in (REQUESTS if p.suffix == '.html' else REQUESTS[2:]) for m in re.findall(pattern, text)]
-        errors += [f'{name} asks {t}' for t in asked if outside(t) and not t.startswith('data:')]
+        errors += [f'{name} asks {t}' for t in dict.fromkeys(asked) if outside(t) and not t.startswith('data:')]
         linked = re.findall(r'<a\b[^>]*?\bhref=["\']([^"\']*)', text) if p.suffix == '.html' else []
         for t in dict.fromkeys(asked + linked):
             if outside(t) or not t or t.startswith('#') and p.suffix == '.css': continue
