@@ -91,7 +91,7 @@ def offline(output):
         if not visible(text): return None
         fence = '`'*max([3, *(len(m) + 1 for m in re.findall('`+', text))])
         data = {'text/markdown': f'{fence}{{=html}}\n{text}\n{fence}\n'}
-    return {**output, 'data': {k: v for k, v in data.items() if 'javascript' not in k and 'widget' not in k}}
+    return {**output, 'data': {k: v for k, v in data.items() if 'javascript' not in k and 'widget' not in k and not (k == 'text/plain' and 'text/markdown' in data)}}
 
 def without_examples(text, folder):
     "A stored output without links into a folder that was there for an example only"

@@ -79,6 +79,13 @@ def test_exports_are_shown(site):
     assert sum(bool(c.get('outputs')) for c in site[1]['05_layer.ipynb']['cells']) == len(with_output)
 
 
+def test_pages_are_notebooks(site):
+    "As Quarto expects them: of format 4, with plain cells"
+    import nbformat
+    for name in site[1]:
+        if name.endswith('.ipynb'): nbformat.validate(json.loads((site[0]/name).read_text(encoding='utf-8')))
+
+
 # -- links
 
 def link_errors(folder, made):
