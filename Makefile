@@ -54,4 +54,4 @@ quarto:
 	@command -v npm >/dev/null || { echo "make docs needs npm, to put KaTeX beside the pages, and npm is not on the PATH. It comes with Node.js: https://nodejs.org. Nothing else here needs it."; exit 1; }
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) *.egg-info .pytest_cache .hypothesis _docs _proc
+	rm -rf $(VENV) *.egg-info .pytest_cache .hypothesis _docs _proc build/npm

@@ -260,7 +260,7 @@ def test_results_page_shows_what_is_there(tmp_path, filled):
     if not filled:
         assert 'None of its' in text and 'there is no table to show' in text
         return
-    assert text.count('<table') > 5 and 'Profile smoke' in text and '<svg' in text and 'a processor' in text and '2026-01-01' in text and 'cannot be told' in text
+    assert text.count('.repq-results{') >= 1 and text.count('<table') > 5 and 'Profile smoke' in text and '<svg' in text and 'a processor' in text and '2026-01-01' in text and 'cannot be told' in text
     targets = [t for t in docs.links(text) if '/notebook.ipynb' in t]
     assert len(targets) > 50 and all((tmp_path/'nbs'/unquote(t)).is_file() for t in targets), 'each number leads to the notebook that made it'
 
