@@ -145,13 +145,14 @@ def trace_examples(net:nn.Module, example:Tensor)->fx.Graph:
         except Exception as plainly: e = plainly                    # without the symbols of the trace
         raise ValueError(f'{tracer.path[-1] or "the network"} cannot run an example of shape {tuple(example.shape)}: {e}') from e
 
-# %% ../nbs/10_deploy.ipynb #57f4a204
+# %% ../nbs/10_deploy.ipynb #86225595
 def passed(x): return x
 
 POOL = ('kernel_size', 'stride', 'padding', 'ceil_mode')
 MODULES = { # module -> its function, and the attributes that are its arguments
     nn.Conv2d: (F.conv2d, ('weight', 'bias', 'stride', 'padding', 'dilation', 'groups')), nn.Linear: (F.linear, ('weight', 'bias')),
     nn.BatchNorm2d: (F.batch_norm, ('running_mean', 'running_var', 'weight', 'bias', 'eps')),
+    nn.BatchNorm1d: (F.batch_norm, ('running_mean', 'running_var', 'weight', 'bias', 'eps')),
     nn.ReLU: (F.relu, ()), nn.ReLU6: (F.relu6, ()), nn.Hardtanh: (F.hardtanh, ('min_val', 'max_val')), nn.PReLU: (F.prelu, ('weight',)),
     nn.LeakyReLU: (F.leaky_relu, ('negative_slope',)), nn.Sigmoid: (torch.sigmoid, ()), nn.Tanh: (torch.tanh, ()), nn.SiLU: (F.silu, ()),
     nn.Hardswish: (F.hardswish, ()), nn.Hardsigmoid: (F.hardsigmoid, ()), nn.GELU: (F.gelu, ('approximate',)), nn.Softmax: (F.softmax, ('dim',)),

@@ -470,3 +470,16 @@ def test_every_layout_covers_its_network():
         names = [official_name(k, LAYOUTS[kind], len(getattr(net, 'body', ()))) for k, _ in net.named_parameters()]
         assert None not in names and len(set(names)) == len(names), kind
         assert fit_official(net, {}, LAYOUTS[kind])[1].missing
+
+
+def test_timm_network_to_integers(tmp_path):
+    "Converted, quantized, exported: the file does what the network does, batch norms of the head and attention included"
+    pytest.importorskip('onnxruntime')
+    timm = pytest.importorskip('timm')
+    torch.manual_seed(0)
+    net, x = repq.convert(timm.create_model('repvit_m0_9', num_classes=10).eval()), torch.randn(2, 3, 64, 64)
+    repq.quantize(net, 8, 8)
+    net.train()(x)
+    repq.export_onnx(net.eval(), tmp_path/'net.onnx', x)
+    report = repq.check_parity(net, tmp_path/'net.onnx', [x])
+    assert report.ok, report

@@ -152,6 +152,19 @@ def test_failures_stay_alone(undisturbed, tmp_path):
     assert bad[0].id in batch.outcomes[bad[1].id].why
 
 
+def test_exit_status_of_the_command(tmp_path, monkeypatch, capsys):
+    "Without its data the cpu profile cannot start: every run is named, the status is 1, tables and report are there"
+    from repq.cli import main
+    monkeypatch.setenv('REPQ_DATA', str(tmp_path/'nowhere'))
+    monkeypatch.chdir(tmp_path)
+    assert main(['reproduce', '--profile', 'cpu', '--table', '3', '--seeds', '1', '--steps', '1', '--results', 'here']) == 1
+    out, err = capsys.readouterr()
+    assert err.count('failed:') == 2 and err.count('skipped:') == 12 and "data set 'sr/BSDS400' not found" in err and 'notebook.ipynb' in err
+    assert '0 of 14 runs done' in out and (tmp_path/'here/cpu/report.html').is_file() and (tmp_path/'here/cpu/tables.md').is_file()
+    assert main(['status', '--profile', 'cpu', '--table', '3', '--seeds', '1', '--results', 'here']) == 0
+    assert '14 missing' in capsys.readouterr().out     # runs of one step are other runs
+
+
 def test_diverging_training_is_a_failure(tmp_path):
     run = replace(family()[0], settings=family()[0].settings | dict(lr=1e9, schedule='constant', optimizer='sgd'))
     o = R.execute(run, tmp_path)
@@ -254,7 +267,8 @@ def cluster(tmp_path):
     started = [dask('dask_scheduler', '--port', '0', '--scheduler-file', str(file), '--no-dashboard', '--host', '127.0.0.1')]
     wait_for(lambda: file.exists() and file.read_text(), what='the scheduler')
     address = json.loads(file.read_text())['address']
-    started += [dask('dask_worker', address, '--nthreads', '1', '--no-dashboard', '--no-nanny', '--name', name, '--local-directory', str(tmp_path/name)) for name in ('one', 'two')]
+    started += [dask('dask_worker', address, '--nthreads', '1', '--no-dashboard', '--no-nanny', '--name', name, '--local-directory', str(tmp_path/name), *more)
+                for name, more in (('one', ()), ('two', ('--resources', 'GPU=1')))]
     yield address, started[1:]
     for p in started:
         try: os.killpg(p.pid, signal.SIGKILL)
@@ -275,6 +289,14 @@ def test_cluster_loses_a_worker(undisturbed, tmp_path, cluster):
     assert driver.returncode == 0, out
     assert results(root) == undisturbed[1]
     assert R.read_record(store.done(parent))['time']['sessions'] == 2 and not alive(kernel)
+
+
+def test_paper_runs_ask_for_a_gpu(cluster):
+    address, workers = cluster
+    with R.open_executor(1, address, 'smoke') as any_worker, R.open_executor(1, address, 'paper') as with_gpu:
+        wait_for(lambda: len(any_worker._client.scheduler_info()['workers']) == 2, what='both workers')
+        assert {with_gpu.submit(os.getpid).result(60) for _ in range(6)} == {workers[1].pid}
+        assert any_worker.submit(os.getpid).result(60) in {w.pid for w in workers}
 
 
 def parent_of(pid, ancestor):
