@@ -79,6 +79,11 @@ def test_exports_are_shown(site):
     assert sum(bool(c.get('outputs')) for c in site[1]['05_layer.ipynb']['cells']) == len(with_output)
 
 
+def test_pages_that_are_made_anew_store_nothing():
+    "What they would store is out of date at the next change"
+    for name in docs.LIVE: assert not any(c.get('outputs') for c in cells_of(NBS/name)), f'{name}: clear its outputs, the site makes them'
+
+
 def test_pages_are_notebooks(site):
     "As Quarto expects them: of format 4, with plain cells"
     import nbformat
