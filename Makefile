@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce test check notebooks pytest readme export clean
+.PHONY: help install reproduce test check notebooks pytest readme docs quarto export clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -39,8 +39,19 @@ pytest: install ## run tests/ (PYTEST_FLAGS=--slow for the long ones)
 export: install ## write the modules from the notebooks
 	$(BIN)/nbdev_clean && $(BIN)/nbdev_export
 
-readme: install ## write README.md from nbs/index.ipynb
+readme: install ## write README.md from nbs/index.ipynb, with the tables as they are now
 	$(BIN)/python tests/readme.py
 
+KATEX := 0.19.1
+docs: quarto install ## render the notebooks into a site, _docs (needs Quarto and npm)
+	npm install --silent --no-save --no-audit --no-fund --prefix build/npm katex@$(KATEX)
+	$(BIN)/python tests/docs.py build build/npm/node_modules/katex/dist
+	cd _proc && quarto render
+	$(BIN)/python tests/docs.py finish
+
+quarto:
+	@command -v quarto >/dev/null || { echo "make docs needs Quarto 1.4 or newer, and quarto is not on the PATH. Get it from https://quarto.org/docs/get-started/ and run make docs again. Nothing else here needs it."; exit 1; }
+	@command -v npm >/dev/null || { echo "make docs needs npm, to put KaTeX beside the pages, and npm is not on the PATH. It comes with Node.js: https://nodejs.org. Nothing else here needs it."; exit 1; }
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) *.egg-info .pytest_cache .hypothesis _docs _proc
+	rm -rf $(VENV) *.egg-info .pytest_cache .hypothesis _docs _proc build/npm
