@@ -88,8 +88,9 @@ if __name__ == '__main__':
     for name, options in RUNS.items(): train(name, out, **options)
     train('loaded', out)
     zeros(out)
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    sys.exit()
+    os._exit(0)   # threads of gloo that still run can abort an ordinary exit of Python
 
 
 def run_ranks(folder)->str:

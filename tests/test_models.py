@@ -260,4 +260,4 @@ def test_says_what_to_do(case):
 
 
 def test_unknown_argument_names_the_function():
-    with pytest.raises(TypeError, match='repvgg_a0.*depth'): build_model('repvgg_a0', depth=3)
+    with pytest.raises(TypeError, match='repvgg_a0.*stages'): build_model('repvgg_a0', stages=3)
