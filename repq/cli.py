@@ -121,7 +121,7 @@ class Updater:
         self.next = time.time() + (time.time() - start)/self.share
         return result
 
-# %% ../nbs/23_cli.ipynb #0ff74f47
+# %% ../nbs/23_cli.ipynb #912063f8
 def run_status(args)->int:
     "How far the runs are"
     from repq.runs import read_progress
@@ -147,6 +147,7 @@ def run_tables(args)->int:
     if args.write: print('written:', write_tables(args.results, args.profile, args.seeds), write_report(args.results, args.profile, args.seeds))
     return 0
 
+# %% ../nbs/23_cli.ipynb #ca1d4dc4
 def add_reproduction(commands, style):
     "The commands around `reproduce`"
     from repq.runs import PROFILES, SEEDS, TABLES

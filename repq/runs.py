@@ -307,7 +307,7 @@ def read_record(
     if w and weights and sha256(folder/w['file']) != w['sha256']: raise ValueError(f'{w["file"]} is not the file that the record describes (its hash differs)')
     return r
 
-# %% ../nbs/20_runs.ipynb #9fd81f31
+# %% ../nbs/20_runs.ipynb #42d460c8
 @dataclass(frozen=True)
 class Found:
     "What the store has of a run"
@@ -325,6 +325,7 @@ def locked(folder)->bool:
     except BlockingIOError: return True
     return False
 
+# %% ../nbs/20_runs.ipynb #e5934b01
 class Store:
     "The results of a profile"
     def __init__(self,
@@ -469,7 +470,7 @@ class Outcome:
     why:str = ''
     seconds:float = 0.
 
-# %% ../nbs/20_runs.ipynb #05df9213
+# %% ../nbs/20_runs.ipynb #cfe992fa
 def make_portable(path, store:Store):
     "Take the paths of this machine out of an executed notebook"
     text = path.read_text(encoding='utf-8')
@@ -489,6 +490,7 @@ def complete(run:Run, store:Store)->dict:
     os.replace(work, store.done(run))
     return read_record(store.done(run), weights=True)
 
+# %% ../nbs/20_runs.ipynb #2ce8d272
 def execute(
     run:Run,
     root='results',
@@ -521,7 +523,7 @@ def reason(e:Exception)->str:
     text = f'{e.ename}: {e.evalue}' if hasattr(e, 'ename') else f'{type(e).__name__}: {e}'
     return ' '.join(text.split())[:500]
 
-# %% ../nbs/20_runs.ipynb #9713c764
+# %% ../nbs/20_runs.ipynb #f8752fa5
 EFFORT = dict(fp=1., plain=1.5, merged=1.5, repq=2., ptq=0.2, time=1.) # rough, corrected by what was measured
 STATISTICS_EFFORT = dict(batch=1.6, estimate=1.2, calibrated=1.3, sampled=1.4)
 
@@ -535,6 +537,7 @@ def seconds_left(waiting, finished)->float: # of one worker
     if not finished: return float('nan')
     return sum(effort(r)*rate([f for f in finished if (f.task, f.model) == (r.task, r.model)] or list(finished)) for r in waiting)
 
+# %% ../nbs/20_runs.ipynb #ce7075f6
 class Batch:
     "Runs under way, each after its parent"
     def __init__(self, runs, root='results', settled=()):
