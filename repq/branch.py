@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UNSUPPORTED', 'COLORS', 'LINE', 'Branch', 'as_pair', 'refuse', 'Conv', 'Fixed', 'Identity', 'check_branch', 'Scale',
-           'WeightNorm', 'Sum', 'Seq', 'Norm', 'Picture', 'line', 'box', 'chain', 'fan', 'draw', 'leaf_label']
+           'WeightNorm', 'Sum', 'Seq', 'Norm', 'track', 'Picture', 'line', 'box', 'chain', 'fan', 'draw', 'leaf_label']
 
 # %% ../nbs/03_branch.ipynb #b5fee065
 from functools import reduce
@@ -246,18 +246,21 @@ class Norm(Branch):
         self.calibration = Calibration(child.out_channels)
 
     def statistics_of(self, signal, kernel)->Statistics:
-        stats = measure_statistics(self.statistics or signal.statistics, signal, kernel, self.calibration)
-        if signal.track: update_running(self.bn, stats)
-        return stats
+        return measure_statistics(self.statistics or signal.statistics, signal, kernel, self.calibration)
+
+    def track(self, stats:Statistics, statistics:str):
+        "Average statistics of a batch, got in the way named, into the running ones"
+        update_running(self.bn, stats)
+        if statistics == 'calibrated': self.calibration.track(stats.ratio)
 
     def fold(self, kernel, mean, var): return fold_bn(kernel, mean, var, self.bn.weight, self.bn.bias, self.bn.eps)
 
     def kernel(self, signal=None):
         k = self.child.kernel(signal)
         if signal is None or not self.bn.training: return self.fold(k, self.bn.running_mean, self.bn.running_var)
-        if signal.batch is None: return self.fold(k, *signal.memo[self])
-        mean, var, _ = self.statistics_of(signal, k)
-        if signal.memo is not None: signal.memo[self] = mean.detach(), var.detach()
+        if signal.batch is None: return self.fold(k, *signal.memo[self][:2])
+        mean, var, count, ratio = self.statistics_of(signal, k)
+        if signal.memo is not None: signal.memo[self] = Statistics(mean.detach(), var.detach(), count, ratio)
         return self.fold(k, mean, var)
 
     def compute(self, signal):
@@ -270,6 +273,11 @@ class Norm(Branch):
         return (y - stats.mean[:, None, None])*factor[:, None, None] + self.bn.bias[:, None, None]
 
     def check_stride(self, stride): self.child.check_stride(stride)
+
+# %% ../nbs/03_branch.ipynb #c4ef0909
+def track(signal:Signal):
+    "Update the running statistics of all norms that a signal met"
+    for norm, stats in signal.memo.items(): norm.track(stats, norm.statistics or signal.statistics)
 
 # %% ../nbs/03_branch.ipynb #91455c77
 from html import escape
