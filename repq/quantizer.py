@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['piece_size', 'keep_inside', 'compile_after', 'families', 'int_range', 'lsq_forward', 'lsq_backward', 'pieces',
-           'eager_forward', 'just_outside', 'row_dot', 'eager_backward', 'use_compiled', 'kind_of', 'pays_off',
-           'compiled', 'fused', 'flatten', 'unflatten', 'last_channels', 'QuantizeLSQ', 'flat_step', 'gradient_factor',
-           'sampled', 'squared_error', 'min_error_step', 'QuantizerState', 'Grid', 'several_processes', 'decide_sign',
+           'eager_forward', 'just_outside', 'row_dot', 'eager_backward', 'use_compiled', 'kind_of', 'is_real',
+           'use_native', 'pays_off', 'compiled', 'fused', 'flatten', 'unflatten', 'last_channels', 'QuantizeLSQ',
+           'flat_step', 'by_channel', 'over_channels', 'measured_forward', 'measured_backward',
+           'eager_measured_forward', 'eager_measured_backward', 'MeasureLSQ', 'gradient_factor', 'sampled',
+           'squared_error', 'min_error_step', 'QuantizerState', 'Grid', 'several_processes', 'decide_sign',
            'share_step', 'Quantizer', 'step_factor', 'LSQ', 'ScaleGradient', 'NoiseQuantizer', 'make_quantizer']
 
 # %% ../nbs/04_quantizer.ipynb #12ed5674
@@ -39,7 +41,7 @@ def lsq_backward(x:Tensor, step:Tensor, grad:Tensor, qmin:int, qmax:int)->tuple:
     clipped = v.clamp(qmin, qmax)
     by_x = torch.where(v == clipped, g, 0.)
     by_step = g*(clipped.round() - clipped) + (g - by_x)*clipped # the first term is 0 outside, the second inside
-    return by_x.to(grad.dtype), by_step.sum(-1, keepdim=step.ndim > 0)
+    return by_x.to(grad.dtype), by_step.sum(-1, keepdim=True) if step.ndim else by_step.sum()
 
 # %% ../nbs/04_quantizer.ipynb #167e7d92
 piece_size = 2**16 # elements per thread; input, two gradients and a temporary in float32 take 1 MB
@@ -91,9 +93,9 @@ compile_after = 2**33 # elements quantized in this process, of one kind, before 
 _policy = dict(mode='auto', failed=False, seen={})
 
 class use_compiled:
-    "Choose the path: True compiled, False eager, 'auto' by `compile_after`; a statement, or a context with `with`"
+    "Choose the path: True compiled, False eager, 'native' C only, 'auto' C, and the rest by `compile_after`; a statement, or a context with `with`"
     def __init__(self, mode):
-        if mode not in (True, False, 'auto'): raise ValueError(f"mode must be True, False or 'auto', got {mode!r}")
+        if mode not in (True, False, 'native', 'auto'): raise ValueError(f"mode must be True, False, 'native' or 'auto', got {mode!r}")
         self.before, _policy['mode'] = _policy['mode'], mode
         if mode is True: _policy['failed'] = False
     def __enter__(self): return self
@@ -101,11 +103,16 @@ class use_compiled:
 
 def kind_of(x:Tensor, step:Tensor)->tuple: return x.dtype, x.device.type, step.ndim
 
+def is_real(x:Tensor)->bool:
+    "Is there memory behind a tensor? Not if it is fake or being traced"
+    return type(x) in (Tensor, nn.Parameter) and not torch.utils._python_dispatch.is_in_torch_dispatch_mode() and not torch.compiler.is_compiling()
+
+def use_native()->bool: return _policy['mode'] is not False
+
 def pays_off(x:Tensor, step:Tensor, forward:bool)->bool:
     "Is the compiled path the one to take?"
     mode, seen = _policy['mode'], _policy['seen']
-    if mode is False or _policy['failed'] or (mode == 'auto' and compile_after is None): return False
-    if type(x) not in (Tensor, nn.Parameter) or torch.utils._python_dispatch.is_in_torch_dispatch_mode(): return False # fake, traced
+    if mode in (False, 'native') or _policy['failed'] or (mode == 'auto' and compile_after is None) or not is_real(x): return False
     if min(x.shape) < 2: return False # sizes 0 and 1 would be compiled apart
     kind = kind_of(x, step)
     if mode == 'auto' and forward: seen[kind] = seen.get(kind, 0) + x.numel()
@@ -129,7 +136,7 @@ def compiled(formula, kind:tuple):
 def fused(formula, eager, *args):
     "Run a formula compiled where that pays off, else its eager form"
     if torch.compiler.is_compiling(): return formula(*args) # already inside somebody's torch.compile
-    if pays_off(*args[:2], forward=formula is lsq_forward):
+    if pays_off(*args[:2], forward=formula.__name__.endswith('forward')):
         try: return compiled(formula, kind_of(*args[:2]))(*args)
         except Exception as e:
             _policy['failed'] = True
@@ -173,6 +180,60 @@ def flat_step(step:Tensor, x:Tensor)->Tensor: # () or (channels, 1)
     "The step for flat `x`, in the precision to compute in"
     step = step.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     return step.view(-1, 1) if step.ndim else step
+
+# %% ../nbs/04_quantizer.ipynb #47b71d3a
+def by_channel(x:Tensor, like:Tensor)->Tensor: # (batch, channels, pixels) or (positions, channels)
+    "Arrange (batch, channels, height, width) in the memory order of `like`, the channels in dimension 1"
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]) if last_channels(like) else x.reshape(*x.shape[:2], -1)
+
+def over_channels(v:Tensor, x:Tensor)->Tensor:
+    "A number for each channel, to be used with `by_channel`'s arrangement"
+    return v if x.ndim == 2 else v[:, None]
+
+def measured_forward(x:Tensor, step:Tensor, qmin:int, qmax:int)->tuple: # quantized, mean, variance
+    "`lsq_forward`, and the moments of every channel"
+    var, mean = torch.var_mean(x, (0,) if x.ndim == 2 else (0, 2), correction=0)
+    return lsq_forward(x, step, qmin, qmax), mean, var
+
+def measured_backward(x:Tensor, step:Tensor, grad:Tensor, mean:Tensor, by_mean:Tensor, by_var:Tensor, qmin:int, qmax:int)->tuple: # gradients of x and of step
+    "`lsq_backward`, with the gradient of the moments added"
+    by_x, by_step = lsq_backward(x, step, grad, qmin, qmax)
+    n = x.numel()/x.shape[1]
+    slope = 2*by_var/n
+    return by_x + over_channels(by_mean/n - slope*mean, x) + over_channels(slope, x)*x, by_step
+
+# %% ../nbs/04_quantizer.ipynb #2d64b20e
+def eager_measured_forward(x:Tensor, step:Tensor, qmin:int, qmax:int)->tuple:
+    "`measured_forward`, one thing after the other"
+    dims = (0,) if x.ndim == 2 else (0, 2)
+    mean = x.mean(dims)
+    var = (x - over_channels(mean, x)).square_().mean(dims)
+    return eager_forward(x.reshape(-1), step, qmin, qmax).view(x.shape), mean, var
+
+def eager_measured_backward(x, step, grad, mean, by_mean, by_var, qmin, qmax)->tuple:
+    "`measured_backward`, one thing after the other"
+    by_x, by_step = eager_backward(x.reshape(-1), step, grad.reshape(-1), qmin, qmax)
+    n = x.numel()/x.shape[1]
+    slope = 2*by_var/n
+    return by_x.view(x.shape).add_(over_channels(by_mean/n - slope*mean, x)).addcmul_(over_channels(slope, x), x), by_step
+
+# %% ../nbs/04_quantizer.ipynb #33bb0b98
+class MeasureLSQ(torch.autograd.Function):
+    "LSQ of (batch, channels, height, width) with one step, and mean and biased variance of every channel of its input"
+    @staticmethod
+    def forward(ctx, x, step, qmin, qmax, factor):
+        y, mean, var = fused(measured_forward, eager_measured_forward, by_channel(x.detach(), x), flat_step(step, x), qmin, qmax)
+        ctx.save_for_backward(x, step, mean)
+        ctx.rest = qmin, qmax, factor
+        return unflatten(y.reshape(-1), x), mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, by_mean, by_var):
+        (x, step, mean), (qmin, qmax, factor) = ctx.saved_tensors, ctx.rest
+        args = by_channel(x.detach(), x), flat_step(step, x), by_channel(grad, x), mean, by_mean, by_var
+        by_x, by_step = fused(measured_backward, eager_measured_backward, *args, qmin, qmax)
+        return unflatten(by_x.reshape(-1), x), (by_step*factor).to(step.dtype), None, None, None
 
 # %% ../nbs/04_quantizer.ipynb #569459e9
 def gradient_factor(
