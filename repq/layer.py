@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MODES', 'compile_block_after', 'one_of', 'Quantizable', 'RepConv2d', 'full_precision', 'as_dtype_of', 'forgotten',
            'run_branches', 'run_merged', 'simple_weights', 'run_quantized', 'check_padding', 'check_after',
-           'describe_layer', 'learns', 'quantize_input', 'native_norms', 'lay_out', 'native_part', 'keep_last',
-           'native_weights', 'traced_weights', 'compiled_weights', 'compiling_pays', 'make_weights', 'QuantLinear',
-           'join', 'row', 'draw_layer']
+           'describe_layer', 'learns', 'choices', 'quantize_input', 'native_norms', 'native_part', 'native_weights',
+           'traced_weights', 'compiled_weights', 'compiling_pays', 'make_weights', 'QuantLinear', 'join', 'row',
+           'draw_layer']
 
 # %% ../nbs/05_layer.ipynb #c0ad625b
 import warnings
@@ -94,14 +94,10 @@ class RepConv2d(Quantizable):
     def statistics(self, statistics): self._statistics = one_of(statistics, STATISTICS, 'statistics')
 
     def norms(self)->list: return [m for m in self.branch.modules() if isinstance(m, Norm)]
-    def choices(self)->set: # of STATISTICS
-        "How the norms of the block get their statistics in training"
-        return {n.statistics or self.statistics for n in self.norms() if n.bn.training}
-
-    def signal(self, x, track=False)->Signal: # track: the statistics will be averaged in
+    def signal(self, x, track=False, norms=None)->Signal: # track: the statistics will be averaged in
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f'expected an input of shape (batch, {self.in_channels}, height, width), got {tuple(x.shape)}')
-        calibrated = [n.calibration for n in self.norms() if (n.statistics or self.statistics) == 'calibrated']
+        calibrated = [n.calibration for n in (self.norms() if norms is None else norms) if (n.statistics or self.statistics) == 'calibrated']
         return Signal.of(x, self.padding, stride=self.stride, statistics=self.statistics, measure=any(c.step == 0 or (track and c.due) for c in calibrated), memo={})
 
     def kernel(self,
@@ -157,8 +153,9 @@ def simple_weights(
     with forgotten(k.weight, lambda: layer.branch.kernel(again).weight): return layer.weight_quantizer(k.weight), k.bias
 
 def run_quantized(self:RepConv2d, x):
-    q, moments = quantize_input(self, x)
-    signal = self.signal(as_dtype_of(self.branch, x), track=True)
+    norms = self.norms()
+    q, moments = quantize_input(self, x, choices(self, norms))
+    signal = self.signal(as_dtype_of(self.branch, x), True, norms)
     if moments is not None: signal = replace(signal, batch=Batch(lambda: x, lambda: moments))
     with full_precision(x): weight, bias = make_weights(self, signal)
     track(signal)
@@ -188,18 +185,22 @@ def describe_layer(self):
     return f'RepConv2d({self.branch!r}, stride={self.stride}, padding={self.padding}{after}, mode={self.mode!r}{bits})'
 RepConv2d.__repr__ = describe_layer
 
-# %% ../nbs/05_layer.ipynb #f9a0e9a5
+# %% ../nbs/05_layer.ipynb #ce33e1c7
 def learns(q)->bool: return type(q) is LSQ and q.ready and q.enabled
 
-def quantize_input(layer:RepConv2d, x:Tensor)->tuple: # Q(x), and the moments of x or None
+def choices(layer:RepConv2d, norms)->set: # of STATISTICS
+    "How norms get their statistics in training"
+    return {n.statistics or layer.statistics for n in norms if n.bn.training}
+
+def quantize_input(layer:RepConv2d, x:Tensor, asked:set)->tuple: # Q(x), and the moments of x or None
     "Quantize the input of a layer, and measure it on the way where that is asked for"
     q = layer.input_quantizer
-    measured = learns(q) and layer.training and x.ndim == 4 and not torch.is_autocast_enabled(x.device.type) and {'estimate', 'calibrated'} & layer.choices()
+    measured = learns(q) and layer.training and x.ndim == 4 and not torch.is_autocast_enabled(x.device.type) and {'estimate', 'calibrated'} & asked
     if not measured: return q(x), None
     y, *moments = MeasureLSQ.apply(x, q.scale(), q.qmin, q.qmax, step_factor(q, x))
     return y, Moments(*moments)
 
-# %% ../nbs/05_layer.ipynb #b681797e
+# %% ../nbs/05_layer.ipynb #3beb6cb9
 def native_norms(branch:Branch)->list: # of Norm, or None
     "The norms of a block that is a sum of normed convolutions and identities"
     parts = list(branch.parts) if isinstance(branch, Sum) else [branch]
@@ -207,12 +208,6 @@ def native_norms(branch:Branch)->list: # of Norm, or None
         if type(p) is not Norm or not p.bn.affine: return False
         return type(p.child) is Identity or (type(p.child) is Conv and p.child.bias is None and p.child.groups == branch.groups)
     return parts if all(map(fits, parts)) else None
-
-def lay_out(self:RepConv2d, *args, **kwargs):
-    Quantizable.quantize(self, *args, **kwargs)
-    if native_norms(self.branch): self.branch.to(memory_format=torch.channels_last) # which the loop runs over; the merged kernel lies as the input does
-    return self
-RepConv2d.quantize = lay_out
 
 def native_part(
     norm:Norm,
@@ -232,16 +227,10 @@ def native_part(
     else: mean, var, *_ = measure_statistics(choice, signal, norm.child.kernel(), norm.calibration)
     return Part(**base, mean=mean, var=var), count, None
 
-# %% ../nbs/05_layer.ipynb #4882aab3
-def keep_last(conv:Branch):
-    "Lay a weight out channels last, if something brought it another way"
-    w = getattr(conv, 'weight', None)
-    if isinstance(w, nn.Parameter) and not w.is_contiguous(memory_format=torch.channels_last): w.data = w.data.to(memory_format=torch.channels_last)
-
+# %% ../nbs/05_layer.ipynb #0d6369af
 def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
     "`simple_weights` through compiled C"
     branch, q = layer.branch, layer.weight_quantizer
-    for n in norms: keep_last(n.child)
     parts, counts, ratios = zip(*(native_part(n, branch.centre(signal, n) if isinstance(branch, Sum) else signal) for n in norms))
     estimated = any(p.mean is None for p in parts)
     var = signal.batch.moments.var if estimated else q.step.new_zeros(layer.in_channels)
@@ -253,7 +242,7 @@ def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
         if count is not None: signal.memo[n] = Statistics(*s, count, ratio)
     return weight, bias
 
-# %% ../nbs/05_layer.ipynb #ceed3b31
+# %% ../nbs/05_layer.ipynb #9d2c57fc
 compile_block_after = 2**28 # numbers in merged kernels of one structure before it is compiled; None: never
 _blocks = {}
 
@@ -266,19 +255,20 @@ def traced_weights(branch, frame:dict, values, mean, var, mean_map, step, qmin, 
 
 def compiled_weights(layer:RepConv2d, signal:Signal)->tuple:
     "`simple_weights` through torch.compile"
-    q, choices = layer.weight_quantizer, layer.choices()
+    q, norms = layer.weight_quantizer, layer.norms()
+    asked = choices(layer, norms)
     frame = {name: getattr(signal, name) for name in ('pad', 'ring', 'stride', 'statistics', 'space', 'measure')}
-    key = repr(layer.branch), tuple(n.statistics for n in layer.norms()), *frame.items(), q.qmin, q.qmax, q.step.dtype, q.step.device.type
+    key = repr(layer.branch), tuple(n.statistics for n in norms), *frame.items(), q.qmin, q.qmax, q.step.dtype, q.step.device.type
     if key not in _blocks: _blocks[key] = torch.compile(FunctionType(traced_weights.__code__.replace(), globals()), fullgraph=True)
-    moments = signal.batch.moments if {'estimate', 'calibrated'} & choices else (None, None)
-    values = signal.batch.values if {'batch', 'sampled'} & choices or signal.measure else None
-    mean_map = signal.batch.mean_map if 'calibrated' in choices else None
+    moments = signal.batch.moments if {'estimate', 'calibrated'} & asked else (None, None)
+    values = signal.batch.values if {'batch', 'sampled'} & asked or signal.measure else None
+    mean_map = signal.batch.mean_map if 'calibrated' in asked else None
     factor = step_factor(q, q.step.expand(layer.in_channels//layer.groups*layer.kernel_size[0]*layer.kernel_size[1], -1))
     weight, bias, memo = _blocks[key](layer.branch, frame, values, *moments, mean_map, q.scale(), q.qmin, q.qmax, factor)
     signal.memo.update(memo)
     return weight, bias
 
-# %% ../nbs/05_layer.ipynb #81aa5580
+# %% ../nbs/05_layer.ipynb #668bae3f
 def compiling_pays(layer:RepConv2d)->bool:
     "Has this structure been merged so often that compiling it is worth the wait?"
     mode, seen, key = quantizer._policy['mode'], quantizer._policy['seen'], repr(layer.branch)

@@ -7,15 +7,16 @@ __all__ = ['HEADER', 'MERGE', 'FORWARD', 'BACKWARD_LSQ', 'BACKWARD_PART', 'BACKW
            'STRUCTURES', 'FIELDS', 'processor', 'cache_folder', 'build', 'library', 'Part', 'Frame', 'tap_table',
            'address', 'structures', 'fill', 'unpack', 'MergeLSQ', 'gradients_like', 'merge_quantize']
 
-# %% ../nbs/04_native.ipynb #f6e11683
+# %% ../nbs/04_native.ipynb #d5601985
 import ctypes, hashlib, os, platform, shutil, subprocess, tempfile, warnings
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# %% ../nbs/04_native.ipynb #a7283c11
+# %% ../nbs/04_native.ipynb #b571c4e6
 HEADER = '''
 #include <math.h>
 #include <stdlib.h>
@@ -30,7 +31,7 @@ HEADER = '''
 typedef long long N;
 
 typedef struct {             /* a convolution or identity with its norm */
-  N taps, per_tap, given;    /* windows differ by tap; mean and variance are given */
+  N taps, last, per_tap, given; /* weights lie (out, taps, in), else (out, in, taps); windows differ by tap; mean and variance are given */
   REAL eps;
   const REAL *weight, *gamma, *beta, *windows, *ratio;
   REAL *mean, *var, *by_weight, *by_gamma, *by_windows, *by_mean, *by_var;
@@ -46,14 +47,33 @@ typedef struct {
 } Block;
 '''
 
-# %% ../nbs/04_native.ipynb #02bdfc57
+# %% ../nbs/04_native.ipynb #00df416a
 MERGE = '''
-static void measure(const Block* B, Part* p, N o) {
+static void find_rows(const Block* B, N o, REAL* room, const REAL** rows) {
+  N I = B->in;
+  for (N b = 0; b < B->parts; b++) {
+    const Part* p = B->part + b;
+    const REAL* RES w = p->weight ? p->weight + o*p->taps*I : 0;
+    rows[b] = w;
+    if (!w || p->last) continue;
+    for (N t = 0; t < p->taps; t++) for (N i = 0; i < I; i++) room[t*I + i] = w[i*p->taps + t];
+    rows[b] = room;
+    room += p->taps*I;
+  }
+}
+
+static N room_for(const Block* B) {
+  N n = 0;
+  for (N b = 0; b < B->parts; b++) n += B->part[b].last ? 0 : B->part[b].taps*B->in;
+  return n;
+}
+
+static void measure(const Block* B, Part* p, N o, const REAL* row) {
   N I = B->in, c = o/(B->out/B->groups)*I;
   REAL mean = 0, var = 0;
-  if (!p->weight) { mean = p->windows[o]; var = B->var[o]; }
+  if (!row) { mean = p->windows[o]; var = B->var[o]; }
   else for (N t = 0; t < p->taps; t++) {
-    const REAL *RES w = p->weight + (o*p->taps + t)*I, *RES m = p->windows + p->per_tap*t*I*B->groups + c, *RES v = B->var + c;
+    const REAL *RES w = row + t*I, *RES m = p->windows + p->per_tap*t*I*B->groups + c, *RES v = B->var + c;
     #pragma omp simd reduction(+:mean,var)
     for (N i = 0; i < I; i++) { mean += w[i]*m[i]; var += w[i]*w[i]*v[i]; }
   }
@@ -61,15 +81,14 @@ static void measure(const Block* B, Part* p, N o) {
   p->var[o] = p->ratio ? var*p->ratio[o] : var;
 }
 
-static void merge_tap(const Block* B, N o, N k, const REAL* f, REAL* RES m) {
+static void merge_tap(const Block* B, N o, N k, const REAL* f, const REAL** rows, REAL* RES m) {
   N I = B->in;
   memset(m, 0, I*sizeof(REAL));
   for (N b = 0; b < B->parts; b++) {
-    const Part* p = B->part + b;
     N t = B->at[b*B->taps + k];
     if (t < 0) continue;
-    if (!p->weight) { m[o % I] += f[b]; continue; }
-    const REAL* RES w = p->weight + (o*p->taps + t)*I;
+    if (!rows[b]) { m[o % I] += f[b]; continue; }
+    const REAL* RES w = rows[b] + t*I;
     REAL g = f[b];
     #pragma omp simd
     for (N i = 0; i < I; i++) m[i] += g*w[i];
@@ -77,45 +96,47 @@ static void merge_tap(const Block* B, N o, N k, const REAL* f, REAL* RES m) {
 }
 '''
 
-# %% ../nbs/04_native.ipynb #f684de99
+# %% ../nbs/04_native.ipynb #8bfa5027
 FORWARD = '''
 void forward(Block* B, REAL* q, REAL* bias) {
   N I = B->in, K = B->taps;
   REAL low = B->low, high = B->high;
   #pragma omp parallel num_threads(B->threads) if(B->threads > 1)
   {
-    REAL *m = malloc(I*sizeof(REAL)), *f = malloc(B->parts*sizeof(REAL));
+    REAL *m = malloc((I + B->parts + room_for(B))*sizeof(REAL)), *f = m + I;
+    const REAL** rows = malloc(B->parts*sizeof(REAL*));
     #pragma omp for schedule(static)
     for (N o = 0; o < B->out; o++) {
       REAL c = 0, s = B->step[o];
+      find_rows(B, o, f + B->parts, rows);
       for (N b = 0; b < B->parts; b++) {
         Part* p = B->part + b;
-        if (!p->given) measure(B, p, o);
+        if (!p->given) measure(B, p, o, rows[b]);
         f[b] = p->gamma[o]/SQRT(p->var[o] + p->eps);
         c += p->beta[o] - p->mean[o]*f[b];
       }
       bias[o] = c;
       for (N k = 0; k < K; k++) {
-        merge_tap(B, o, k, f, m);
+        merge_tap(B, o, k, f, rows, m);
         REAL* RES to = B->last ? q + (o*K + k)*I : m;
         #pragma omp simd
         for (N i = 0; i < I; i++) { REAL v = m[i]/s; v = v < low ? low : v; v = v > high ? high : v; to[i] = RINT(v)*s; }
         if (!B->last) for (N i = 0; i < I; i++) q[(o*I + i)*K + k] = m[i];
       }
     }
-    free(m); free(f);
+    free(m); free(rows);
   }
 }
 '''
 
-# %% ../nbs/04_native.ipynb #a14e479d
+# %% ../nbs/04_native.ipynb #0cd5395b
 BACKWARD_LSQ = '''
-static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL* by_q, REAL* d, REAL* m, REAL* g, REAL* dot) {
+static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL** rows, const REAL* by_q, REAL* d, REAL* m, REAL* g, REAL* dot) {
   N I = B->in, K = B->taps;
   REAL low = B->low, high = B->high, s = B->step[o], by_step = 0;
   for (N b = 0; b < B->parts; b++) dot[b] = 0;
   for (N k = 0; k < K; k++) {
-    merge_tap(B, o, k, f, m);
+    merge_tap(B, o, k, f, rows, m);
     if (!B->last) for (N i = 0; i < I; i++) g[i] = by_q[(o*I + i)*K + k];
     const REAL* RES from = B->last ? by_q + (o*K + k)*I : g;
     REAL* RES dk = d + k*I;
@@ -128,11 +149,10 @@ static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL* b
       by_step += from[i]*(RINT(c) - c) + (from[i] - inside)*c;
     }
     for (N b = 0; b < B->parts; b++) {
-      const Part* p = B->part + b;
       N t = B->at[b*K + k];
       if (t < 0) continue;
-      if (!p->weight) { dot[b] += dk[o % I]; continue; }
-      const REAL* RES w = p->weight + (o*p->taps + t)*I;
+      if (!rows[b]) { dot[b] += dk[o % I]; continue; }
+      const REAL* RES w = rows[b] + t*I;
       REAL sum = 0;
       #pragma omp simd reduction(+:sum)
       for (N i = 0; i < I; i++) sum += dk[i]*w[i];
@@ -143,23 +163,23 @@ static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL* b
 }
 '''
 
-# %% ../nbs/04_native.ipynb #56ea6124
+# %% ../nbs/04_native.ipynb #a6f1356f
 BACKWARD_PART = '''
-static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL f, REAL r, REAL dot, REAL by_bias, const REAL* d) {
+static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL f, REAL r, REAL dot, REAL by_bias, const REAL* d, const REAL* row, REAL* room) {
   N I = B->in, K = B->taps, C = I*B->groups, c = o/(B->out/B->groups)*I, span = (p->per_tap ? p->taps : 1)*C;
   REAL by_f = dot - by_bias*p->mean[o], by_mean = -by_bias*f, by_var = -(REAL).5*by_f*f*r*r;
   p->by_gamma[o] = by_f*r;
   if (p->given) { p->by_mean[o] = by_mean; p->by_var[o] = by_var; by_mean = by_var = 0; }
   else if (p->ratio) by_var *= p->ratio[o];
-  if (!p->weight) {
+  if (!row) {
     if (!p->given) { p->by_windows[THREAD*span + o] += by_mean; B->by_var[THREAD*C + o] += by_var; }
     return;
   }
   for (N k = 0; k < K; k++) {
     if (at[k] < 0) continue;
-    N t = at[k], row = (o*p->taps + t)*I;
-    const REAL *RES w = p->weight + row, *RES dk = d + k*I;
-    REAL* RES to = p->by_weight + row;
+    N t = at[k];
+    const REAL *RES w = row + t*I, *RES dk = d + k*I;
+    REAL* RES to = (p->last ? p->by_weight + o*p->taps*I : room) + t*I;
     if (p->given) { for (N i = 0; i < I; i++) to[i] = f*dk[i]; continue; }
     const REAL *RES m = p->windows + p->per_tap*t*C + c, *RES v = B->var + c;
     REAL *RES by_m = p->by_windows + THREAD*span + p->per_tap*t*C + c, *RES by_v = B->by_var + THREAD*C + c;
@@ -171,32 +191,35 @@ static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL 
       by_v[i] += by_var*x*x;
     }
   }
+  if (!p->last) for (N i = 0; i < I; i++) for (N t = 0; t < p->taps; t++) p->by_weight[(o*I + i)*p->taps + t] = room[t*I + i];
 }
 '''
 
-# %% ../nbs/04_native.ipynb #bfe6cc7f
+# %% ../nbs/04_native.ipynb #c1c7576c
 BACKWARD = '''
 void backward(Block* B, const REAL* by_q, const REAL* by_bias) {
   N I = B->in, P = B->parts;
   #pragma omp parallel num_threads(B->threads) if(B->threads > 1)
   {
-    REAL *d = malloc(((B->taps + 2)*I + 3*P)*sizeof(REAL)), *m = d + B->taps*I, *g = m + I, *f = g + I, *r = f + P, *dot = r + P;
+    REAL *d = malloc(((2*B->taps + 2)*I + 3*P + room_for(B))*sizeof(REAL)), *turn = d + B->taps*I, *m = turn + B->taps*I, *g = m + I, *f = g + I, *r = f + P, *dot = r + P;
+    const REAL** rows = malloc(P*sizeof(REAL*));
     #pragma omp for schedule(static)
     for (N o = 0; o < B->out; o++) {
+      find_rows(B, o, dot + P, rows);
       for (N b = 0; b < P; b++) {
         const Part* p = B->part + b;
         r[b] = 1/SQRT(p->var[o] + p->eps);
         f[b] = p->gamma[o]*r[b];
       }
-      B->by_step[o] = quantizer_gradient(B, o, f, by_q, d, m, g, dot);
-      for (N b = 0; b < P; b++) part_gradient(B, B->part + b, B->at + b*B->taps, o, f[b], r[b], dot[b], by_bias[o], d);
+      B->by_step[o] = quantizer_gradient(B, o, f, rows, by_q, d, m, g, dot);
+      for (N b = 0; b < P; b++) part_gradient(B, B->part + b, B->at + b*B->taps, o, f[b], r[b], dot[b], by_bias[o], d, rows[b], turn);
     }
-    free(d);
+    free(d); free(rows);
   }
 }
 '''
 
-# %% ../nbs/04_native.ipynb #998e4e3c
+# %% ../nbs/04_native.ipynb #7f9a5e8f
 SOURCE = HEADER + MERGE + FORWARD + BACKWARD_LSQ + BACKWARD_PART + BACKWARD
 OPTIONS = (['-O3', '-march=native', '-mprefer-vector-width=512', '-fopenmp'], ['-O3', '-march=native', '-fopenmp'], ['-O3'])
 DEFINES = {torch.float32: ['-DREAL=float', '-DRINT=rintf', '-DSQRT=sqrtf'], torch.float64: ['-DREAL=double', '-DRINT=rint', '-DSQRT=sqrt']}
@@ -215,7 +238,7 @@ def cache_folder()->Path:
     ours = not hasattr(os, 'getuid') or (folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022)
     return folder if ours and os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix='repq-'))
 
-# %% ../nbs/04_native.ipynb #fc79f358
+# %% ../nbs/04_native.ipynb #e1d4d4f0
 def build(
     dtype,        # torch.float32 or torch.float64
     compiler=None # by default the first of cc, gcc, clang
@@ -251,10 +274,10 @@ def library(dtype): # ctypes library, or None
             warnings.warn(f'repq: merging goes on without compiled C ({e})')
     return _libraries[dtype]
 
-# %% ../nbs/04_native.ipynb #31fb692b
+# %% ../nbs/04_native.ipynb #f72c1aa1
 class Part(NamedTuple):
     "A convolution or identity, its norm, and where the norm's statistics come from"
-    weight:Tensor        # (out, in/groups, kh, kw), channels last; None: the identity
+    weight:Tensor        # (out, in/groups, kh, kw), best channels last; None: the identity
     gamma:Tensor         # (out,)
     beta:Tensor          # (out,)
     eps:float
@@ -272,12 +295,18 @@ class Frame(NamedTuple):
     factor:float # of the step's gradient
     last:bool    # lay the merged kernel out channels last
 
-# %% ../nbs/04_native.ipynb #a2b2d870
-def tap_table(size, part)->list: # for each tap of the merged kernel: the tap of the part, or -1
-    "Which taps of a centred smaller kernel meet those of a larger one"
-    (rows, cols), (kh, kw) = size, part
-    top, left = (rows - kh)//2, (cols - kw)//2
-    return [(i - top)*kw + j - left if 0 <= i - top < kh and 0 <= j - left < kw else -1 for i in range(rows) for j in range(cols)]
+# %% ../nbs/04_native.ipynb #8f624561
+@lru_cache
+def tap_table(
+    size, # (kh, kw) of the merged kernel
+    parts # the same of each part
+): # C array (parts, taps): which tap of the part meets a tap of the merged kernel, or -1
+    "Which taps of centred smaller kernels meet those of a larger one"
+    def of(kh, kw):
+        top, left = (size[0] - kh)//2, (size[1] - kw)//2
+        return [(i - top)*kw + j - left if 0 <= i - top < kh and 0 <= j - left < kw else -1 for i in range(size[0]) for j in range(size[1])]
+    table = sum((of(*p) for p in parts), [])
+    return (ctypes.c_longlong*len(table))(*table)
 
 def address(t): return None if t is None else t.data_ptr()
 
@@ -285,7 +314,7 @@ def structures(dtype)->tuple: # classes of the two C structures
     "`Part` and `Block` as ctypes sees them"
     number = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}[dtype]
     def fields(*groups): return {'_fields_': [(n, t) for names, t in groups for n in names.split()]}
-    part = type('CPart', (ctypes.Structure,), fields(('taps per_tap given', ctypes.c_longlong), ('eps', number), ('weight gamma beta windows ratio', ctypes.c_void_p),
+    part = type('CPart', (ctypes.Structure,), fields(('taps last per_tap given', ctypes.c_longlong), ('eps', number), ('weight gamma beta windows ratio', ctypes.c_void_p),
         ('mean var by_weight by_gamma by_windows by_mean by_var', ctypes.c_void_p)))
     block = type('CBlock', (ctypes.Structure,), fields(('out inner taps groups parts threads last', ctypes.c_longlong), ('low high', number), ('at var step by_var by_step', ctypes.c_void_p),
         ('part', ctypes.POINTER(part))))
@@ -293,7 +322,7 @@ def structures(dtype)->tuple: # classes of the two C structures
 
 STRUCTURES = {dtype: structures(dtype) for dtype in DEFINES}
 
-# %% ../nbs/04_native.ipynb #ca9309e2
+# %% ../nbs/04_native.ipynb #cc3f95fe
 def fill(
     frame:Frame, parts, # of `Part`, with the statistics in `mean` and `var`
     given,              # for each part: whether they were there before
@@ -302,19 +331,19 @@ def fill(
 ): # a C structure, and what must live as long as it
     "A block as C sees it"
     part_type, block_type = STRUCTURES[step.dtype]
-    sizes = [tuple(p.weight.shape[2:]) if p.weight is not None else (1, 1) for p in parts]
-    at = sum((tap_table(frame.size, s) for s in sizes), [])
-    at = (ctypes.c_longlong*len(at))(*at)
+    sizes = tuple(tuple(p.weight.shape[2:]) if p.weight is not None else (1, 1) for p in parts)
+    at = tap_table(frame.size, sizes)
     def c_part(i, p):
         tensors = dict(weight=p.weight, gamma=p.gamma, beta=p.beta, windows=p.windows, ratio=p.ratio, mean=p.mean, var=p.var) | ({} if by is None else by[i])
-        return part_type(taps=sizes[i][0]*sizes[i][1], per_tap=p.windows is not None and len(p.windows) > 1, given=given[i], eps=p.eps, **{n: address(t) for n, t in tensors.items()})
+        last = p.weight is None or p.weight.is_contiguous(memory_format=torch.channels_last)
+        return part_type(taps=sizes[i][0]*sizes[i][1], last=last, per_tap=p.windows is not None and len(p.windows) > 1, given=given[i], eps=p.eps, **{n: address(t) for n, t in tensors.items()})
     array = (part_type*len(parts))(*(c_part(i, p) for i, p in enumerate(parts)))
     rest = {n: address(t) for n, t in dict(var=var, step=step, **({} if by is None else by[None])).items()}
     block = block_type(out=len(step), inner=len(var)//frame.groups, taps=frame.size[0]*frame.size[1], groups=frame.groups, parts=len(parts), threads=torch.get_num_threads(),
                        last=frame.last, low=frame.low, high=frame.high, at=ctypes.addressof(at), part=array, **rest)
     return block, (at, array)
 
-# %% ../nbs/04_native.ipynb #92bf2e6c
+# %% ../nbs/04_native.ipynb #efe98d7b
 FIELDS = ('weight', 'gamma', 'beta', 'windows', 'ratio', 'mean', 'var')
 
 def unpack(flat, eps)->list: # of `Part`
@@ -354,7 +383,7 @@ class MergeLSQ(torch.autograd.Function):
         def of(i, name): t = by[i].get(f'by_{name}'); return by_bias if name == 'beta' else t.sum(0) if name == 'windows' and t is not None else t
         return None, None, by[None]['by_var'].sum(0), by[None]['by_step']*frame.factor, *(of(i, n) for i in range(len(parts)) for n in FIELDS)
 
-# %% ../nbs/04_native.ipynb #4b417d05
+# %% ../nbs/04_native.ipynb #e9fe3119
 def gradients_like(parts, given, var, step)->dict:
     "Room for all gradients; sums over output channels begin at zero, once for each thread"
     threads = torch.get_num_threads()
@@ -373,9 +402,7 @@ def merge_quantize(
     frame:Frame
 )->tuple: # weight (out, in/groups, kh, kw), bias (out,), [(mean, variance) of each part]
     "The quantized merged kernel of a sum of convolutions with batch norms, differentiable in all tensors"
-    for p in parts:
-        if p.weight is not None and not p.weight.is_contiguous(memory_format=torch.channels_last):
-            raise ValueError('weights must lie channels last: weight.to(memory_format=torch.channels_last)')
-    tensors = [None if t is None else t if n == 'weight' else t.contiguous() for p in parts for n, t in zip(FIELDS, (getattr(p, f) for f in FIELDS))]
+    def tidy(t): return t if t is None or (t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)) else t.contiguous()
+    tensors = [tidy(getattr(p, f)) for p in parts for f in FIELDS]
     q, bias, *stats = MergeLSQ.apply(frame, tuple(p.eps for p in parts), var.contiguous(), step.contiguous(), *tensors)
     return q, bias, list(zip(stats[::2], stats[1::2]))

@@ -55,16 +55,17 @@ class Batch:
         measure=None,  # () -> Moments; by default measured on the values
         mean_map=None  # () -> (1, channels, height, width), the mean over the batch; by default of the values
     ):
-        self.make = dict(values=values, moments=measure or (lambda: moments(self.values)),
-                         mean_map=mean_map or (lambda: self.values.mean(0, keepdim=True)))
-        self.known = {}
+        self.make, self.known = dict(values=values, moments=measure, mean_map=mean_map), {}
 
-    def ask(self, what:str):
-        if what not in self.known: self.known[what] = self.make[what]()
+    def ask(self, what:str, default=None):
+        if what not in self.known: self.known[what] = self.make[what]() if self.make[what] else default()
         return self.known[what]
-    values   = property(lambda self: self.ask('values'))
-    moments  = property(lambda self: self.ask('moments'))
-    mean_map = property(lambda self: self.ask('mean_map'))
+    @property
+    def values(self)->Tensor: return self.ask('values')
+    @property
+    def moments(self)->Moments: return self.ask('moments', lambda: moments(self.values))
+    @property
+    def mean_map(self)->Tensor: return self.ask('mean_map', lambda: self.values.mean(0, keepdim=True))
 
 # %% ../nbs/02_norm.ipynb #8a7404b8
 @dataclass(frozen=True)
