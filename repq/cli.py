@@ -26,8 +26,8 @@ class Progress:
     def __init__(self, what:str):
         from rich.console import Console
         from rich.live import Live
-        self.what, self.start, self.console = what, time.time(), Console(stderr=True, highlight=False)
-        self.live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False) if self.console.is_terminal else None
+        console, self.what, self.start = Console(stderr=True, highlight=False, markup=False), what, time.time()
+        self.live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False) if console.is_terminal and not console.is_jupyter else None
     def say(self, text):
         if self.live: self.live.update(f'{self.what}: {text}', refresh=True)
     def round(self, i:int, n:int): self.say(f'{i + 1} of {n}' if i >= 0 else 'warming up')
@@ -37,7 +37,7 @@ class Progress:
         return self
     def __exit__(self, *exc):
         if self.live: self.live.stop()
-        self.console.print(f'{self.what}: ' + (f'{time.time() - self.start:.0f} s' if exc[0] is None else 'stopped'), markup=False)
+        print(f'{self.what}: ' + (f'{time.time() - self.start:.0f} s' if exc[0] is None else 'stopped'), file=sys.stderr, flush=True)
 
 def bench_command(args, what:str)->str:
     "The command that measures this again, without the folder"
@@ -48,7 +48,7 @@ def bench_command(args, what:str)->str:
     return ' '.join(['repq bench', what, *kept])
 
 # %% ../nbs/23_cli.ipynb #b7a10041
-QUICK, TINY = dict(size=32, batch=4, width=.125), dict(n_classes=10, depth=.5) # show that everything works; the numbers mean nothing
+QUICK, TINY = dict(size=32, batch=4, width=.125), dict(n_classes=10, depth=.1) # show that everything works; the numbers mean nothing
 
 def folder_of(args): return args.out or ('results/bench-quick' if args.quick else 'results/bench')
 def rounds_of(args, usual:int=9)->int: return args.rounds or (2 if args.quick else usual)
@@ -61,12 +61,13 @@ def measured(args, what:str, name:str, title:str, measure, keep:bool=False, **ab
     asked = args.keep_memory
     kept = keep_memory() if (keep if asked is None else asked) else False
     if asked and not kept: raise OSError('--keep-memory needs the C library glibc (Linux): leave it away here')
-    for option, wanted in (('contiguous', getattr(args, 'layout', '') == 'contiguous'), ('eager', args.eager), ('keep-memory' if asked else 'page-faults', asked is not None and asked != keep)): name += f'-{option}'*wanted
+    for option, wanted in (('contiguous', getattr(args, 'layout', '') == 'contiguous'), ('eager', args.eager and what not in ('quantizer', 'deploy')), ('keep-memory' if asked else 'page-faults', asked is not None and asked != keep)): name += f'-{option}'*wanted
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with use_compiled(not args.eager), Progress(f'{what}: {title}') as progress:
             table = measure(progress.round)
+            table.attrs.setdefault('title', title)
             if args.quick: table.attrs.setdefault('notes', []).append('Quick: tiny settings and few rounds. These numbers mean nothing.')
             elif len(table.attrs.get('rounds', range(7))) < 7: table.attrs.setdefault('notes', []).append('Fewer than 7 rounds: a try, not a measurement.')
             record = make_record(table, name, bench_command(args, what), quick=args.quick, **about)
@@ -89,7 +90,7 @@ def bench_quantizers(args)->int:
     from repq.measure import bar_figure
     shape = getattr(args, 'shape', None) or ([2, 8, 28, 28] if args.quick else [16, 64, 56, 56])
     record = measured(args, 'quantizer', 'quantizer', f'LSQ on activations, {"×".join(map(str, shape))}', lambda on_round: bench_quantizer(rounds_of(args), tuple(shape), on_round))
-    draw(args, record['name'], bar_figure([record], 'median ms', 'milliseconds, forward and backward', base=record['rows']['memory floor']['median ms']))
+    draw(args, record['name'], bar_figure([record], {'median ms': 'milliseconds, forward and backward', 'times faster than naive': 'times faster than the naive composite'}))
     return 0
 
 def bench_deployed(args)->int:
@@ -98,7 +99,7 @@ def bench_deployed(args)->int:
     from repq.measure import bar_figure
     size, model, width = (getattr(args, k, None) or v for k, v in dict(size=32 if args.quick else 64, model='repvgg_a0', width=.125 if args.quick else .5).items())
     record = measured(args, 'deploy', 'deploy', f'{model} in ONNX Runtime, {size}×{size}, width {width:g}', lambda on_round: bench_deploy(rounds_of(args), size=size, model=model, width=width, on_round=on_round))
-    draw(args, record['name'], bar_figure([record], 'times faster', 'times faster than float32'))
+    draw(args, record['name'], bar_figure([record], {'times faster': 'times faster than float32'}))
     return 0
 
 # %% ../nbs/23_cli.ipynb #b7a10043
@@ -131,7 +132,7 @@ def bench_steps(args)->int:
 def bench_memories(args)->int:
     "Measure memory of training steps"
     from repq.bench import bench_memory
-    return bench_settings(args, 'memory', bench_memory, label='bytes saved for the backward pass, relative to plain QAT')
+    return bench_settings(args, 'memory', bench_memory, values={'relative': 'bytes saved for the backward pass, relative to plain QAT'})
 
 # %% ../nbs/23_cli.ipynb #b7a10045
 def bench_growths(args)->int:
@@ -140,7 +141,7 @@ def bench_growths(args)->int:
     tiny = QUICK | TINY if args.quick else {}
     records = []
     for axis in getattr(args, 'axis', None) or AXES:
-        values, at = AXES[axis][:2] if args.quick else AXES[axis], {k: v for k, v in tiny.items() if k != axis}
+        values, at = (QUICK.get(axis, 1), 2*QUICK.get(axis, 1)) if args.quick else AXES[axis], {k: v for k, v in tiny.items() if k != axis}
         records.append(measured(args, 'growth', f'growth-{axis}', f'training steps along {axis}: {", ".join(f"{v:g}" for v in values)}',
                                 lambda on_round: bench_growth(axis, values, on_round, rounds=rounds_of(args, 7), layout=args.layout, **at), keep=True))
     draw(args, records[0]['name'] if len(records) == 1 else records[0]['name'].replace(f'-{records[0]["axis"]}', ''), growth_figure(records))
