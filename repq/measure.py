@@ -6,7 +6,7 @@
 __all__ = ['packages', 'COLORS', 'STEP_LABEL', 'page_faults', 'keep_memory', 'best_device', 'milliseconds', 'summarize',
            'interleaved', 'relative', 'judge', 'saved_bytes', 'allocated_bytes', 'cpu_model', 'package_version',
            'compiler_version', 'environment', 'conditions', 'overheard', 'as_json', 'make_record', 'save_bench',
-           'write_record', 'write_whole', 'read_bench', 'show_value', 'markdown', 'measured_where', 'record_markdown',
+           'write_record', 'write_whole', 'read_bench', 'show_column', 'markdown', 'measured_where', 'record_markdown',
            'targets_markdown', 'bar_color', 'marks_of', 'bar_panel', 'bar_figure', 'save_figure']
 
 # %% ../nbs/18_measure.ipynb #c0de0003
@@ -250,35 +250,43 @@ def read_bench(
     return {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in sorted(Path(folder).glob(f'{pattern}.json'))}
 
 # %% ../nbs/18_measure.ipynb #b7a10026
-def show_value(v)->str:
-    "A value of a table, short"
-    if v is None or v == '': return '–' if v is None else ''
-    if isinstance(v, (str, bool)): return str(v)
-    return f'{v:,.0f}' if abs(v) >= 1000 or v == int(v) and abs(v) >= 10 else f'{v:.1f}' if abs(v) >= 20 else f'{v:.3f}' if abs(v) < 4 else f'{v:.2f}'
+def show_column(values)->list: # of str
+    "The values of a column, numbers with as many digits as the largest needs"
+    numbers = [v for v in values if isinstance(v, (int, float))]
+    most = max(map(abs, numbers), default=0)
+    digits = 0 if most >= 1000 or all(v == int(v) for v in numbers) and most >= 4 else 1 if most >= 100 else 2 if most >= 10 else 3
+    return ['–' if v is None else v if isinstance(v, str) else f'{v:,.{digits}f}' for v in values]
 
-def markdown(header, rows)->str:
+def markdown(
+    labels:list,   # rows of words, the first one the header
+    columns:dict   # header -> values, a word or a number for each row
+)->str:
     "A table in Markdown, numbers to the right"
-    return '\n'.join('| ' + ' | '.join(map(str, r)) + ' |' for r in [header, [':---'] + ['---:']*(len(header) - 1), *rows])
+    rows = [[*labels[0], *columns], [':---']*len(labels[0]) + ['---:']*len(columns), *([*words, *values] for words, values in zip(labels[1:], zip(*map(show_column, columns.values()))))]
+    return '\n'.join('| ' + ' | '.join(map(str, r)) + ' |' for r in rows)
 
 def measured_where(record:dict)->str:
-    "Command, machine and conditions of a record, in one line of Markdown"
+    "Command, machine and conditions of a record, and what there is to note, in Markdown"
     env, how = record['environment'], record.get('conditions', {})
     said = [f'`{record["command"]}`', env['cpu'] if env.get('gpu', 'none') == 'none' else env['gpu'], f'torch {env["torch"]}', f'{how["threads"]} thread' + 's'*(how['threads'] > 1) if how else '', how.get('path', ''),
-            'freed memory kept' if how.get('keep_memory') else '', ', '.join(f'plain {k}: {v}' for k, v in record.get('baseline', {}).items()), record['when'][:10]]
+            'freed memory kept' if how.get('keep_memory') else '', record['when'][:10]]
     return ', '.join(s for s in said if s) + ''.join(f'\n\n{n}' for n in record.get('notes', ()))
 
+# %% ../nbs/18_measure.ipynb #b7a1004e
 def record_markdown(record:dict, columns=None)->str:
     "A record as a table in Markdown, and where it was measured"
-    columns = [c for c in columns or record['columns'] if any(row.get(c) not in (None, '') for row in record['rows'].values())]
-    rows = [[name, *(show_value(row.get(c)) for c in columns)] for name, row in record['rows'].items()]
-    return markdown([record.get('title', record['name']), *columns], rows) + '\n\n' + measured_where(record)
+    rows = record['rows']
+    found = {c: [row.get(c) for row in rows.values()] for c in columns or record['columns']}
+    table = markdown([[record.get('title', record['name'])], *([name] for name in rows)], {c: v for c, v in found.items() if any(x not in (None, '') for x in v)})
+    layouts = ', '.join(f'{stage} Plain is {layout}' for stage, layout in record.get('baseline', {}).items())
+    return table + f'\n\n{layouts}; '*bool(layouts) + '\n\n'*(not layouts) + measured_where(record)
 
 def targets_markdown(records, value:str='relative')->str:
     "The rows of several records that have a target, as one table in Markdown"
-    columns = [c for c in ('median ms', value, 'low', 'high', 'must', 'aim', 'met', 'paper') if any(c in r['columns'] for r in records)]
-    rows = [[r.get('title', r['name']), name.removeprefix('QAT '), *(show_value(row.get(c)) for c in columns)]
-            for r in records for name, row in r['rows'].items() if row.get('must') is not None]
-    return markdown(['setting', 'method', *columns], rows)
+    rows = [(r, name, row) for r in records for name, row in r['rows'].items() if row.get('must') is not None]
+    columns = {c: [row.get(c) for _, _, row in rows] for c in ('median ms', value, 'low', 'high', 'must', 'aim', 'met', 'paper') if any(c in r['columns'] for r in records)}
+    layouts = [r.get('baseline', {}).get('QAT') for r, *_ in rows]
+    return markdown([['setting', 'method'], *([r.get('title', r['name']), name.removeprefix('QAT ')] for r, name, _ in rows)], columns | ({'layout of plain QAT': layouts} if any(layouts) else {}))
 
 # %% ../nbs/18_measure.ipynb #b7a10029
 COLORS = dict(FP='#9aa5b1', plain='#5b6b7b', repq='#2f7fbf', part='#c9d6e2', must='#c0392b', aim='#2e8b57')
