@@ -28,7 +28,7 @@ from .blocks import plain
 from .models import build_model
 from .qat import quantize
 from .deploy import export_onnx, onnx_session
-from .measure import (allocated_bytes, bar_figure, best_device, conditions, cpu_model, environment, interleaved, judge, keep_memory, make_record, measured_where, milliseconds, overheard,
+from .measuring import (allocated_bytes, bar_figure, best_device, conditions, cpu_model, environment, interleaved, judge, keep_memory, make_record, measured_where, milliseconds, overheard,
                           page_faults, read_bench, record_markdown, relative, save_bench, save_figure, saved_bytes, summarize, targets_markdown)
 
 # %% ../nbs/22_bench.ipynb #63224868

@@ -56,7 +56,7 @@ def rounds_of(args, usual:int=9)->int: return args.rounds or (2 if args.quick el
 def measured(args, what:str, name:str, title:str, measure, keep:bool=False, **about)->dict:
     "Measure one thing under the conditions that were asked for; write its record and return it"
     import torch
-    from repq.measure import keep_memory, make_record, write_record
+    from repq.measuring import keep_memory, make_record, write_record
     from repq.quantizer import use_compiled
     asked = args.keep_memory
     kept = keep_memory() if (keep if asked is None else asked) else False
@@ -80,14 +80,14 @@ def measured(args, what:str, name:str, title:str, measure, keep:bool=False, **ab
 def draw(args, name:str, figure):
     "Write a picture beside the records"
     from pathlib import Path
-    from repq.measure import save_figure
+    from repq.measuring import save_figure
     print('saved', save_figure(figure, Path(folder_of(args))/f'{name}.png'), end='\n\n')
 
 # %% ../nbs/23_cli.ipynb #f0de4620
 def bench_quantizers(args)->int:
     "Measure quantizers, print a table, save it with a picture"
     from repq.bench import bench_quantizer
-    from repq.measure import bar_figure
+    from repq.measuring import bar_figure
     shape = getattr(args, 'shape', None) or ([2, 8, 28, 28] if args.quick else [16, 64, 56, 56])
     record = measured(args, 'quantizer', 'quantizer', f'LSQ on activations, {"×".join(map(str, shape))}', lambda on_round: bench_quantizer(rounds_of(args), tuple(shape), on_round))
     draw(args, record['name'], bar_figure([record], {'median ms': 'milliseconds, forward and backward', 'times faster than naive': 'times faster than the naive composite'}))
@@ -96,7 +96,7 @@ def bench_quantizers(args)->int:
 def bench_deployed(args)->int:
     "Measure ONNX files, print a table, save it with a picture"
     from repq.bench import bench_deploy
-    from repq.measure import bar_figure
+    from repq.measuring import bar_figure
     size, model, width = (getattr(args, k, None) or v for k, v in dict(size=32 if args.quick else 64, model='repvgg_a0', width=.125 if args.quick else .5).items())
     record = measured(args, 'deploy', 'deploy', f'{model} in ONNX Runtime, {size}×{size}, width {width:g}', lambda on_round: bench_deploy(rounds_of(args), size=size, model=model, width=width, on_round=on_round))
     draw(args, record['name'], bar_figure([record], {'times faster': 'times faster than float32'}))
@@ -114,7 +114,7 @@ def settings_of(args)->list:
 
 def bench_settings(args, what:str, measure, **figure)->int: # exit status
     "Measure all settings that were asked for, each into a record of its own, and draw them together"
-    from repq.measure import bar_figure, targets_markdown
+    from repq.measuring import bar_figure, targets_markdown
     settings, records = settings_of(args), []
     def arguments(s): return s._asdict() | (TINY if args.quick else {}) | dict(layout=args.layout)
     for i, s in enumerate(settings):

@@ -4,11 +4,11 @@ from pathlib import Path
 import pandas as pd
 import pytest, torch
 from torch import nn
-from repq import bench, measure, quantizer
+from repq import bench, measuring, quantizer
 from repq.bench import LAYOUTS, LATE, Setting, at_step, bench_quantizer, bench_step, branch_chain, candidate_steps, compared_networks, compose_rows, find_peers, step_networks, step_targets
 from repq.cli import ABOUT, main
 from repq.layer import RepConv2d
-from repq.measure import allocated_bytes, interleaved, judge, make_record, measured_where, read_bench, record_markdown, relative, save_bench, saved_bytes, summarize, targets_markdown
+from repq.measuring import allocated_bytes, interleaved, judge, make_record, measured_where, read_bench, record_markdown, relative, save_bench, saved_bytes, summarize, targets_markdown
 from repq.norm import Calibration, interval
 
 TINY = dict(batch=2, size=16, width=.125, depth=.1, n_classes=10)
@@ -146,7 +146,7 @@ def test_a_peer_takes_part(monkeypatch):
     assert any('compiling the quantizer failed' in n for n in t.attrs['notes']) and t.attrs['rounds'].shape == (3, len(t))
     with quantizer.use_compiled('auto'):
         quantizer._policy['failed'] = True
-        assert measure.conditions()['path'] == 'eager, compiling failed'
+        assert measuring.conditions()['path'] == 'eager, compiling failed'
 
 
 @pytest.mark.parametrize('name', bench.PEERS)
@@ -183,13 +183,13 @@ def test_pages_say_what_was_measured():
     assert text.splitlines()[2] == '| A network | RepQ-BNEst | 105.2 | 1.050 | 1.040 | 1.060 | 1.100 | 1.000 | must | channels-last |' and len(text.splitlines()) == 3
     assert all(words in record_markdown(record) for words in ('QAT Plain is channels-last', 'compiling failed', '`repq bench step`', record['environment']['cpu']))
     old = {k: v for k, v in record.items() if k not in ('conditions', 'notes', 'rounds', 'title', 'baseline')} # as they were before
-    assert record_markdown(old) and measure.bar_figure([old]) and measured_where(old).startswith('`repq bench step`')
+    assert record_markdown(old) and measuring.bar_figure([old]) and measured_where(old).startswith('`repq bench step`')
 
 
 def test_pictures_show_targets_and_paper():
     t = table_of(**{'QAT Plain': [1., 1.], 'QAT RepQ-BN': [2., 3.]})
     t['relative'], t['low'], t['high'], t['paper'] = [1., 2.5], [1., 2.2], [1., 2.8], [1., 1.95]
-    fig = measure.bar_figure([make_record(judge(t, {'QAT RepQ-BN': (2.6, 2.4)}, t.relative), 'a', '')])
+    fig = measuring.bar_figure([make_record(judge(t, {'QAT RepQ-BN': (2.6, 2.4)}, t.relative), 'a', '')])
     ax = fig.axes[0]
     drawn = [tuple(line.get_xdata()) for line in ax.lines]
     assert (2.6, 2.6) in drawn and (2.4, 2.4) in drawn and (1.95,) in drawn and (2.2, 2.8) in drawn and len(ax.patches) == 2
@@ -212,7 +212,7 @@ def test_wrong_usage(words, said, capsys):
 
 
 def test_memory_that_cannot_be_kept(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(measure, 'keep_memory', lambda: False)
+    monkeypatch.setattr(measuring, 'keep_memory', lambda: False)
     assert main(['bench', 'step', '--quick', '--keep-memory', '--out', str(tmp_path)]) == 1 and '--keep-memory needs' in capsys.readouterr().err
 
 
@@ -220,7 +220,7 @@ def test_all_writes_everything(monkeypatch, tmp_path, capsys):
     "In tiny settings, two of them and two axes"
     monkeypatch.setattr(bench, 'STEP_TARGETS', {s: bench.STEP_TARGETS[s] for s in (Setting(), Setting(block='orepa', batch=48))})
     monkeypatch.setattr(bench, 'AXES', dict(size=(32, 64), branches=(1, 2)))
-    monkeypatch.setattr(measure, 'keep_memory', lambda: False) # it would stay for the rest of the tests
+    monkeypatch.setattr(measuring, 'keep_memory', lambda: False) # it would stay for the rest of the tests
     threads, mode = torch.get_num_threads(), quantizer._policy['mode']
     assert main(['bench', 'all', '--quick', '--eager', '--rounds', '1', '--out', str(tmp_path)]) == 0
     names = [f'{kind}-resnet18-{block}-32-4-w0.125-eager' for kind in ('step', 'memory') for block in ('acnet', 'orepa')] + ['quantizer', 'deploy', 'growth-size-eager', 'growth-branches-eager']
