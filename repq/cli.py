@@ -158,7 +158,7 @@ ABOUT = dict(
     memory='what a training step saves for the backward pass, holds, and needs at its peak, relative to plain QAT. Without options: the settings that have a target',
     growth='how a training step grows with batch, size, width and the number of branches, as curves',
     deploy='latency and size of ONNX files, float32 against integers',
-    all='all of the above, one after the other; about an hour on one core')
+    all='all of the above, one after the other; about half an hour on one core')
 
 def add_bench(commands, style):
     "The commands that measure"

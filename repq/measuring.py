@@ -312,17 +312,20 @@ def bar_panel(
 ):
     "One bar for each row of a record, with quartiles, targets and the paper's value"
     rows = {n: r[value] for n, r in record['rows'].items() if r.get(value) is not None}
+    marks = {n: marks_of(record, n, value) for n in rows}
+    ends = [x for n, v in rows.items() for x in (v, *marks[n].values()) if x is not None and not n.startswith('FP Re')]
+    limit = 1.05*max(ends, default=max(rows.values()))
     for i, (name, v) in enumerate(rows.items()):
-        m = marks_of(record, name, value)
+        m = marks[name]
         missed = record['rows'][name].get('met') == 'no' and m.get('must') is not None
         ax.barh(i, v, color=bar_color(name, record.get('parts', ())), height=.68)
         if m.get('low') is not None and m['high'] > m['low']: ax.plot([m['low'], m['high']], [i, i], color='black', lw=1.4, solid_capstyle='butt')
         for key in ('must', 'aim'):
             if m.get(key) is not None and (key, m['aim']) != ('aim', m['must']): ax.plot([m[key]]*2, [i - .44, i + .44], color=COLORS[key], lw=2.4, zorder=3)
         if m.get('paper') is not None: ax.plot(m['paper'], i, 'D', mfc='white', mec='black', ms=5, zorder=4)
-        ax.text(1.01, i, f'{v:.2f}', transform=ax.get_yaxis_transform(), va='center', fontsize=8, color=COLORS['must'] if missed else 'black')
+        ax.text(1.01, i, f'{v:.2f} »' if v > limit else f'{v:.2f}', transform=ax.get_yaxis_transform(), va='center', fontsize=8, color=COLORS['must'] if missed else 'black')
     if value != 'median ms': ax.axvline(1, color='black', lw=.8, ls=':')
-    ax.set_yticks(range(len(rows)), rows, fontsize=8); ax.margins(x=.04); ax.set_xlim(left=0); ax.set_ylim((lines or len(rows)) - .4, -.6)
+    ax.set_yticks(range(len(rows)), rows, fontsize=8); ax.set_xlim(0, limit); ax.set_ylim((lines or len(rows)) - .4, -.6)
     ax.set_title(record.get('title', record['name']), fontsize=10, loc='left')
     for side in ('top', 'right'): ax.spines[side].set_visible(False)
 

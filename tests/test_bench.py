@@ -247,3 +247,10 @@ def test_what_is_done_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, 'bench_step', cut)
     assert main(['bench', 'step', '--no-keep-memory', '--rounds', '1', '--out', str(tmp_path)]) == 130
     assert list(read_bench(tmp_path)) == ['step-resnet18-acnet-128-16-page-faults'] and any('Fewer than 7 rounds' in n for r in read_bench(tmp_path).values() for n in r['notes'])
+
+
+def test_a_long_bar_is_cut_and_says_so():
+    t = table_of(**{'FP Plain': [1.], 'FP Re-parametrized': [11.], 'QAT Plain': [1.], 'QAT RepQ': [1.7]})
+    t['relative'] = [1., 11., 1., 1.7]
+    ax = measuring.bar_figure([make_record(t, 'a', '')]).axes[0]
+    assert [text.get_text() for text in ax.texts] == ['1.00', '11.00 »', '1.00', '1.70'] and ax.get_xlim()[1] < 2
