@@ -77,6 +77,7 @@ def measured(args, what:str, name:str, title:str, measure, keep:bool=False, **ab
     print('saved', write_record(record, folder_of(args)), end='\n\n')
     return record
 
+# %% ../nbs/23_cli.ipynb #b7a10061
 def draw(args, name:str, figure):
     "Write a picture beside the records"
     from pathlib import Path
