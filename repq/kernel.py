@@ -39,7 +39,7 @@ class Kernel:
     @property
     def in_channels(self): return self.weight.shape[1]*self.groups
 
-# %% ../nbs/01_kernel.ipynb #d4c878db
+# %% ../nbs/01_kernel.ipynb #da5a0f53
 def pair(n)->tuple: return tuple(n) if isinstance(n, (tuple, list)) else (n, n)
 
 small_map = dict(positions=512, weights=2**18) # at most, at least; positions=0: never
@@ -59,7 +59,7 @@ def is_small(x:Tensor, kernel:Kernel, stride, padding)->bool:
     rows, cols = out_size(x, kernel.size, pair(stride), pair(padding))
     return 0 < len(x)*rows*cols <= small_map['positions'] and all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, w))
 
-# %% ../nbs/01_kernel.ipynb #37a232bc
+# %% ../nbs/01_kernel.ipynb #33cc1348
 def taps(
     x:Tensor,     # (batch, height, width, in), padded
     like:Tensor,  # (batch, height', width', kh, kw, in), patches
@@ -81,8 +81,9 @@ class SmallMap(torch.autograd.Function):
         for seen, place in taps(padded, patches, stride): place.copy_(seen)
         ctx.save_for_backward(patches, weight)
         ctx.rest = padded.shape, stride, padding
-        y = torch.addmm(bias, patches.view(-1, kh*kw*c), weight.permute(0, 2, 3, 1).reshape(o, -1).T)
-        return y.view(len(x), rows, cols, o).permute(0, 3, 1, 2)
+        y = torch.empty((len(x), o, rows, cols), dtype=x.dtype, memory_format=torch.channels_last)   # not a view: others may go on in place
+        torch.addmm(bias, patches.view(-1, kh*kw*c), weight.permute(0, 2, 3, 1).reshape(o, -1).T, out=y.permute(0, 2, 3, 1).view(-1, o))
+        return y
 
     @staticmethod
     @once_differentiable

@@ -23,7 +23,7 @@ from pathlib import Path
 
 # %% ../nbs/20_runs.ipynb #84183fc2
 NOTEBOOKS = dict(classify='classify.ipynb', super_resolution='super_resolution.ipynb', time='time.ipynb')
-MODULES = 'kernel norm branch quantizer layer blocks models data qat learner training'.split() # what a training depends on
+MODULES = 'kernel norm branch quantizer native layer blocks models data qat learner training'.split() # what a training depends on
 
 def digest(text:str, n:int)->str:
     "The first `n` hexadecimal digits of a hash"
@@ -52,7 +52,7 @@ def notebook_code(path)->str:
 def code_hash(task:str)->str: # six hexadecimal digits
     "All code that a run of a task depends on, as a hash"
     here = Path(__file__).parent
-    modules = MODULES + ['bench']*(task == 'time')
+    modules = MODULES + ['measuring', 'bench']*(task == 'time')
     return digest('\n'.join(syntax((here/f'{m}.py').read_text(encoding='utf-8')) for m in modules) + syntax(notebook_code(experiments()/NOTEBOOKS[task])), 6)
 
 # %% ../nbs/20_runs.ipynb #10864d14
