@@ -28,10 +28,12 @@ class Kernel:
         if self.weight.ndim != 4: raise ValueError(f'a weight has 4 dimensions (out, in/groups, kh, kw), got {tuple(self.weight.shape)}')
         out = len(self.weight)
         if self.groups < 1 or out % self.groups: raise ValueError(f'{out} output channels cannot be split into {self.groups} groups')
+        object.__setattr__(self, 'has_bias', self.bias is not None)
         if self.bias is None: object.__setattr__(self, 'bias', self.weight.new_zeros(out))
         if self.bias.shape != (out,): raise ValueError(f'bias of shape {tuple(self.bias.shape)} for {out} output channels')
 
     def __iter__(self): return iter((self.weight, self.bias))
+    def given_bias(self): return self.bias if self.has_bias else None
     @property
     def size(self): return tuple(self.weight.shape[2:])
     @property
@@ -39,7 +41,7 @@ class Kernel:
     @property
     def in_channels(self): return self.weight.shape[1]*self.groups
 
-# %% ../nbs/01_kernel.ipynb #da5a0f53
+# %% ../nbs/01_kernel.ipynb #dfa40c5c
 def pair(n)->tuple: return tuple(n) if isinstance(n, (tuple, list)) else (n, n)
 
 small_map = dict(positions=512, weights=2**18) # at most, at least; positions=0: never
@@ -59,7 +61,7 @@ def is_small(x:Tensor, kernel:Kernel, stride, padding)->bool:
     rows, cols = out_size(x, kernel.size, pair(stride), pair(padding))
     return 0 < len(x)*rows*cols <= small_map['positions'] and all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, w))
 
-# %% ../nbs/01_kernel.ipynb #33cc1348
+# %% ../nbs/01_kernel.ipynb #7380bd28
 def taps(
     x:Tensor,     # (batch, height, width, in), padded
     like:Tensor,  # (batch, height', width', kh, kw, in), patches
@@ -118,7 +120,7 @@ def pad_kernel(
     if rows < 0 or cols < 0 or rows % 2 or cols % 2:
         raise ValueError(f'a {show_size(kernel.size)} kernel cannot be centred in {show_size(size)}: '
                          'sizes must differ by an even number, and the target must not be smaller')
-    return Kernel(F.pad(kernel.weight, (cols//2, cols//2, rows//2, rows//2)), kernel.bias, kernel.groups)
+    return Kernel(F.pad(kernel.weight, (cols//2, cols//2, rows//2, rows//2)), kernel.given_bias(), kernel.groups)
 
 def show_size(size)->str: # such as 1×3
     "A kernel size as people write it"
@@ -137,7 +139,7 @@ def expand_groups(
     out, fan_in, kh, kw = kernel.weight.shape
     w = kernel.weight.reshape(groups, blocks, out//kernel.groups, 1, fan_in, kh, kw)
     eye = torch.eye(blocks, dtype=w.dtype, device=w.device).reshape(1, blocks, 1, blocks, 1, 1, 1)
-    return Kernel((w*eye).reshape(out, blocks*fan_in, kh, kw), kernel.bias, groups)
+    return Kernel((w*eye).reshape(out, blocks*fan_in, kh, kw), kernel.given_bias(), groups)
 
 # %% ../nbs/01_kernel.ipynb #8b5b616d
 def common_groups(
@@ -161,7 +163,8 @@ def add_kernels(
     size = tuple(max(s) for s in zip(*(k.size for k in kernels)))
     groups = common_groups(k.groups for k in kernels)
     kernels = [expand_groups(pad_kernel(k, size), groups) for k in kernels]
-    return Kernel(reduce(torch.add, (k.weight for k in kernels)), reduce(torch.add, (k.bias for k in kernels)), groups)
+    bias = reduce(torch.add, (k.bias for k in kernels)) if any(k.has_bias for k in kernels) else None
+    return Kernel(reduce(torch.add, (k.weight for k in kernels)), bias, groups)
 
 # %% ../nbs/01_kernel.ipynb #8ed9cc99
 def full_convolution(
@@ -170,8 +173,12 @@ def full_convolution(
 )->Tensor: # (out', g, in', kh1+kh2-1, kw1+kw2-1)
     "The weight of two convolutions in a row, part by part"
     if first.shape[1] == 1 and (1, 1) in (first.shape[3:], second.shape[3:]): return second*first[:, 0]   # nothing to sum
-    if first.shape[3:]  == (1, 1): return torch.einsum('ogmhw,gmi->ogihw', second, first[..., 0, 0])
-    if second.shape[3:] == (1, 1): return torch.einsum('ogm,gmihw->ogihw', second[..., 0, 0], first)
+    if first.shape[3:]  == (1, 1): # (g, out'·kh·kw, mid') @ (g, mid', in'): a view where the weight lies channels last
+        rows = second.permute(1, 0, 3, 4, 2)
+        return (rows.flatten(1, 3) @ first[..., 0, 0]).unflatten(1, rows.shape[1:4]).permute(1, 0, 4, 2, 3)
+    if second.shape[3:] == (1, 1): # (g, out', mid') @ (g, mid', kh·kw·in')
+        taps = first.permute(0, 1, 3, 4, 2)
+        return (second[..., 0, 0].transpose(0, 1) @ taps.flatten(2)).unflatten(2, taps.shape[2:]).permute(1, 0, 4, 2, 3)
     groups = len(first)
     full = F.conv_transpose2d(second.flatten(1, 2), first.flatten(0, 1), groups=groups)
     return full.unflatten(1, (groups, -1))
@@ -187,7 +194,10 @@ def compose(
     per_group = second.weight.unflatten(0, (g2, -1))
     cut = per_group.transpose(0, 1).flatten(1, 2).unflatten(1, (parts, -1))
     full = full_convolution(cut, first.weight.unflatten(0, (parts, -1)))
-    weight = full.flatten(1, 2).unflatten(1, (g2, -1)).transpose(0, 1).flatten(0, 1).contiguous()   # adding mixed layouts is slow
+    last = any(not k.weight.is_contiguous() for k in (first, second))
+    weight = full.flatten(1, 2).unflatten(1, (g2, -1)).transpose(0, 1).flatten(0, 1)
+    weight = weight.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)   # adding mixed layouts is slow
+    if not first.has_bias: return Kernel(weight, second.given_bias(), groups)
     bias = torch.einsum('gomhw,gm->go', per_group, first.bias.unflatten(0, (g2, -1))).flatten()
     return Kernel(weight, second.bias + bias, groups)
 
@@ -198,7 +208,7 @@ def scale_kernel(
 )->Kernel: # the kernel of scale · (x * kernel)
     "Merge a per-channel scale that follows a convolution"
     if scale.shape != (kernel.out_channels,): raise ValueError(f'scale of shape {tuple(scale.shape)} for {kernel.out_channels} output channels')
-    return Kernel(kernel.weight*scale[:, None, None, None], kernel.bias*scale, kernel.groups)
+    return Kernel(kernel.weight*scale[:, None, None, None], kernel.bias*scale if kernel.has_bias else None, kernel.groups)
 
 # %% ../nbs/01_kernel.ipynb #069bc97e
 def fold_bn(

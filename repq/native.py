@@ -7,7 +7,7 @@ __all__ = ['HEADER', 'MERGE', 'FORWARD', 'BACKWARD_LSQ', 'BACKWARD_PART', 'BACKW
            'STRUCTURES', 'FIELDS', 'processor', 'cache_folder', 'build', 'library', 'Part', 'Frame', 'tap_table',
            'address', 'structures', 'fill', 'unpack', 'MergeLSQ', 'gradients_like', 'merge_quantize']
 
-# %% ../nbs/04_native.ipynb #d5601985
+# %% ../nbs/04_native.ipynb #f1d4c8b0
 import ctypes, hashlib, os, platform, shutil, subprocess, tempfile, warnings
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# %% ../nbs/04_native.ipynb #b571c4e6
+# %% ../nbs/04_native.ipynb #4fe9ab85
 HEADER = '''
 #include <math.h>
 #include <stdlib.h>
@@ -47,7 +47,7 @@ typedef struct {
 } Block;
 '''
 
-# %% ../nbs/04_native.ipynb #00df416a
+# %% ../nbs/04_native.ipynb #811028c8
 MERGE = '''
 static void find_rows(const Block* B, N o, REAL* room, const REAL** rows) {
   N I = B->in;
@@ -81,6 +81,10 @@ static void measure(const Block* B, Part* p, N o, const REAL* row) {
   p->var[o] = p->ratio ? var*p->ratio[o] : var;
 }
 
+static inline void fetch(const REAL* p, N n, N yes) {
+  if (yes) for (N i = 0; i < n; i += 64/(N)sizeof(REAL)) __builtin_prefetch(p + i, 0, 2);
+}
+
 static void merge_tap(const Block* B, N o, N k, const REAL* f, const REAL** rows, REAL* RES m) {
   N I = B->in;
   memset(m, 0, I*sizeof(REAL));
@@ -90,13 +94,14 @@ static void merge_tap(const Block* B, N o, N k, const REAL* f, const REAL** rows
     if (!rows[b]) { m[o % I] += f[b]; continue; }
     const REAL* RES w = rows[b] + t*I;
     REAL g = f[b];
+    fetch(w + B->part[b].taps*I, I, B->part[b].last && o + 1 < B->out);
     #pragma omp simd
     for (N i = 0; i < I; i++) m[i] += g*w[i];
   }
 }
 '''
 
-# %% ../nbs/04_native.ipynb #8bfa5027
+# %% ../nbs/04_native.ipynb #09ab3710
 FORWARD = '''
 void forward(Block* B, REAL* q, REAL* bias) {
   N I = B->in, K = B->taps;
@@ -129,7 +134,7 @@ void forward(Block* B, REAL* q, REAL* bias) {
 }
 '''
 
-# %% ../nbs/04_native.ipynb #0cd5395b
+# %% ../nbs/04_native.ipynb #14e0e37a
 BACKWARD_LSQ = '''
 static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL** rows, const REAL* by_q, REAL* d, REAL* m, REAL* g, REAL* dot) {
   N I = B->in, K = B->taps;
@@ -140,6 +145,7 @@ static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL** 
     if (!B->last) for (N i = 0; i < I; i++) g[i] = by_q[(o*I + i)*K + k];
     const REAL* RES from = B->last ? by_q + (o*K + k)*I : g;
     REAL* RES dk = d + k*I;
+    fetch(from + K*I, I, B->last && o + 1 < B->out);
     #pragma omp simd reduction(+:by_step)
     for (N i = 0; i < I; i++) {
       REAL v = m[i]/s, c = v < low ? low : v;
@@ -163,7 +169,7 @@ static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL** 
 }
 '''
 
-# %% ../nbs/04_native.ipynb #a6f1356f
+# %% ../nbs/04_native.ipynb #bf8e5d91
 BACKWARD_PART = '''
 static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL f, REAL r, REAL dot, REAL by_bias, const REAL* d, const REAL* row, REAL* room) {
   N I = B->in, K = B->taps, C = I*B->groups, c = o/(B->out/B->groups)*I, span = (p->per_tap ? p->taps : 1)*C;
@@ -181,6 +187,7 @@ static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL 
     const REAL *RES w = row + t*I, *RES dk = d + k*I;
     REAL* RES to = (p->last ? p->by_weight + o*p->taps*I : room) + t*I;
     if (p->given) { for (N i = 0; i < I; i++) to[i] = f*dk[i]; continue; }
+    fetch(to + p->taps*I, I, p->last && o + 1 < B->out);
     const REAL *RES m = p->windows + p->per_tap*t*C + c, *RES v = B->var + c;
     REAL *RES by_m = p->by_windows + THREAD*span + p->per_tap*t*C + c, *RES by_v = B->by_var + THREAD*C + c;
     #pragma omp simd
@@ -195,7 +202,7 @@ static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL 
 }
 '''
 
-# %% ../nbs/04_native.ipynb #c1c7576c
+# %% ../nbs/04_native.ipynb #b14ed4f3
 BACKWARD = '''
 void backward(Block* B, const REAL* by_q, const REAL* by_bias) {
   N I = B->in, P = B->parts;
@@ -219,7 +226,7 @@ void backward(Block* B, const REAL* by_q, const REAL* by_bias) {
 }
 '''
 
-# %% ../nbs/04_native.ipynb #7f9a5e8f
+# %% ../nbs/04_native.ipynb #3ee3341e
 SOURCE = HEADER + MERGE + FORWARD + BACKWARD_LSQ + BACKWARD_PART + BACKWARD
 OPTIONS = (['-O3', '-march=native', '-mprefer-vector-width=512', '-fopenmp'], ['-O3', '-march=native', '-fopenmp'], ['-O3'])
 DEFINES = {torch.float32: ['-DREAL=float', '-DRINT=rintf', '-DSQRT=sqrtf'], torch.float64: ['-DREAL=double', '-DRINT=rint', '-DSQRT=sqrt']}
@@ -238,7 +245,7 @@ def cache_folder()->Path:
     ours = not hasattr(os, 'getuid') or (folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022)
     return folder if ours and os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix='repq-'))
 
-# %% ../nbs/04_native.ipynb #e1d4d4f0
+# %% ../nbs/04_native.ipynb #728175a6
 def build(
     dtype,        # torch.float32 or torch.float64
     compiler=None # by default the first of cc, gcc, clang
@@ -274,7 +281,7 @@ def library(dtype): # ctypes library, or None
             warnings.warn(f'repq: merging goes on without compiled C ({e})')
     return _libraries[dtype]
 
-# %% ../nbs/04_native.ipynb #f72c1aa1
+# %% ../nbs/04_native.ipynb #270f3e3e
 class Part(NamedTuple):
     "A convolution or identity, its norm, and where the norm's statistics come from"
     weight:Tensor        # (out, in/groups, kh, kw), best channels last; None: the identity
@@ -295,7 +302,7 @@ class Frame(NamedTuple):
     factor:float # of the step's gradient
     last:bool    # lay the merged kernel out channels last
 
-# %% ../nbs/04_native.ipynb #8f624561
+# %% ../nbs/04_native.ipynb #15bbc317
 @lru_cache
 def tap_table(
     size, # (kh, kw) of the merged kernel
@@ -322,7 +329,7 @@ def structures(dtype)->tuple: # classes of the two C structures
 
 STRUCTURES = {dtype: structures(dtype) for dtype in DEFINES}
 
-# %% ../nbs/04_native.ipynb #cc3f95fe
+# %% ../nbs/04_native.ipynb #249d99c1
 def fill(
     frame:Frame, parts, # of `Part`, with the statistics in `mean` and `var`
     given,              # for each part: whether they were there before
@@ -343,7 +350,7 @@ def fill(
                        last=frame.last, low=frame.low, high=frame.high, at=ctypes.addressof(at), part=array, **rest)
     return block, (at, array)
 
-# %% ../nbs/04_native.ipynb #efe98d7b
+# %% ../nbs/04_native.ipynb #e97fe291
 FIELDS = ('weight', 'gamma', 'beta', 'windows', 'ratio', 'mean', 'var')
 
 def unpack(flat, eps)->list: # of `Part`
@@ -383,7 +390,7 @@ class MergeLSQ(torch.autograd.Function):
         def of(i, name): t = by[i].get(f'by_{name}'); return by_bias if name == 'beta' else t.sum(0) if name == 'windows' and t is not None else t
         return None, None, by[None]['by_var'].sum(0), by[None]['by_step']*frame.factor, *(of(i, n) for i in range(len(parts)) for n in FIELDS)
 
-# %% ../nbs/04_native.ipynb #e9fe3119
+# %% ../nbs/04_native.ipynb #ccbf6f32
 def gradients_like(parts, given, var, step)->dict:
     "Room for all gradients; sums over output channels begin at zero, once for each thread"
     threads = torch.get_num_threads()
