@@ -1,0 +1,163 @@
+"Every fast way gives what the simple one gives: output, gradients, running statistics"
+import copy, os, subprocess, sys
+import pytest, torch
+import torch.nn.functional as F
+import repq
+from repq import blocks, kernel, native, quantizer
+from repq.layer import RepConv2d, native_norms
+from repq.norm import STATISTICS
+from repq.quantizer import use_compiled
+from repq.testing import assert_same, randomize_bn
+
+NATIVE = ('repvgg', 'acnet', 'mobileone')
+
+
+def block(name, i=6, o=6, stride=1, groups=1, statistics='estimate', bits=4):
+    "A quantized block with random norms, its steps set by one batch, in float64"
+    torch.manual_seed(0)
+    layer = randomize_bn(getattr(blocks, name)(i, o, 3, stride, groups).double()).quantize(bits, bits, True)
+    layer.statistics = statistics
+    layer(torch.randn(3, i, 9, 7, dtype=torch.float64))
+    return layer
+
+
+def step(layer, x, mode):
+    "Output, gradients by name, buffers after one training step"
+    layer, x = copy.deepcopy(layer), x.clone().requires_grad_()
+    with use_compiled(mode):
+        y = layer(x)
+        y.pow(3).mean().backward()
+    return y.detach(), {'x': x.grad} | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}, dict(layer.named_buffers())
+
+
+def assert_same_step(ours, expected):
+    assert_same(ours[0], expected[0], 1e-10)
+    scale = max(g.abs().max().item() for g in expected[1].values())
+    for n in ours[1].keys() | expected[1].keys():
+        g, e = ours[1].get(n), expected[1].get(n)
+        if g is None or e is None: assert (e if g is None else g).abs().max() < 1e-12*scale, n
+        else: assert_same(g, e, 1e-10, n, scale)
+    for n, b in expected[2].items(): assert_same(ours[2][n], b, 1e-10, n)
+
+
+@pytest.mark.parametrize('statistics', STATISTICS)
+@pytest.mark.parametrize('name', NATIVE)
+def test_native(name, statistics):
+    "The C loop: strides, groups, other channels, both layouts of weights and of the input, later steps too"
+    assert native.library(torch.float64) is not None, 'the tests need a C compiler'
+    for i, o, stride, groups in [(6, 6, 1, 1), (4, 8, 2, 1), (6, 6, 1, 3), (6, 6, 2, 6)]:
+        layer = block(name, i, o, stride, groups, statistics)
+        assert native_norms(layer.branch)
+        for weights in (torch.contiguous_format, torch.channels_last):
+            for layout in (torch.contiguous_format, torch.channels_last):
+                x = torch.randn(3, i, 9, 7, dtype=torch.float64).to(memory_format=layout)
+                laid = copy.deepcopy(layer).to(memory_format=weights)
+                for m in laid.modules():
+                    if hasattr(m, 'calibration'): m.calibration.step = 5 if layout is torch.channels_last else 4   # not due, due
+                assert_same_step(step(laid, x, 'native'), step(laid, x, False))
+
+
+@pytest.mark.parametrize('name', sorted(set(blocks.BLOCKS) - {*NATIVE, 'plain'}))
+def test_compiled(name):
+    "torch.compile, for a block of every other form"
+    layer = block(name, statistics='estimate')
+    assert native_norms(layer.branch) is None
+    x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
+    assert_same_step(step(layer, x, True), step(layer, x, False))
+    assert not quantizer._policy['failed']
+
+
+@pytest.mark.parametrize('statistics', ['batch', 'sampled', 'calibrated'])
+def test_compiled_statistics(statistics):
+    layer = block('dbb', statistics=statistics)
+    x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
+    assert_same_step(step(layer, x, True), step(layer, x, False))
+
+
+def test_frozen_norms():
+    layer = block('repvgg')
+    layer.branch.parts[1].bn.eval()
+    x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
+    before = layer.branch.parts[1].bn.running_mean.clone()
+    ours = step(layer, x, 'native')
+    assert_same_step(ours, step(layer, x, False))
+    assert torch.equal(ours[2]['branch.parts.1.bn.running_mean'], before)
+
+
+def test_threads_do_not_change_the_result():
+    "Two threads: the same every time, and equal to one up to the order of sums"
+    layer, x = block('acnet', 16, 16), torch.randn(3, 16, 9, 7, dtype=torch.float64)
+    before, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 2):
+            torch.set_num_threads(n)
+            found.append(step(layer, x, 'native'))
+    finally: torch.set_num_threads(before)
+    assert all(torch.equal(found[1][1][n], found[2][1][n]) for n in found[1][1])
+    assert_same_step(found[1], found[0])
+
+
+def test_a_network_trains_the_same():
+    "Four steps of AC-ResNet-18 in float64: losses agree (later a rounding tie will fall differently)"
+    x, y = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
+    def losses(mode):
+        torch.manual_seed(0)
+        net = repq.quantize(repq.models.resnet18(block='acnet', width=.125, n_classes=4).double(), 4, 4, statistics='estimate')
+        opt, found = torch.optim.SGD(net.parameters(), 1e-3, momentum=.9), []
+        with use_compiled(mode):
+            for _ in range(4):
+                loss = F.cross_entropy(net(x), y)
+                opt.zero_grad(); loss.backward(); opt.step(); found.append(loss.item())
+        return torch.tensor(found, dtype=torch.float64)
+    assert_same(losses('native'), losses(False), 1e-8)
+
+
+def test_small_maps_are_only_faster():
+    "The last layers of a network with and without the matrix product"
+    torch.manual_seed(0)
+    net = repq.models.resnet18(block='plain', n_classes=4).double().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64).to(memory_format=torch.channels_last)
+    def run(): return torch.autograd.grad(net(x).pow(2).sum(), list(net.parameters()))
+    with pytest.MonkeyPatch.context() as m:
+        ours = run()
+        calls = []
+        m.setitem(kernel.small_map, 'positions', 0)
+        m.setattr(kernel.SmallMap, 'apply', lambda *a: calls.append(a))
+        expected = run()
+    assert not calls
+    for a, b in zip(ours, expected): assert_same(a, b, 1e-9, scale=max(g.abs().max().item() for g in expected))
+
+
+def test_without_a_compiler(tmp_path):
+    "A warning, once, and the simple way"
+    code = '''if True:
+        import warnings, torch, repq
+        from repq.blocks import repvgg
+        torch.set_num_threads(1)
+        layer = repvgg(4, 4).quantize(4, 4, True)
+        layer.statistics = 'estimate'
+        x = torch.randn(2, 4, 8, 8)
+        layer(x)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            for _ in range(3): layer(x).sum().backward()
+        said = [str(w.message) for w in said if 'repq' in str(w.message)]
+        assert len(said) == 1 and 'without compiled C' in said[0] and 'no-such-compiler' in said[0], said
+        print('fine')'''
+    env = {**os.environ, 'CC': 'no-such-compiler', 'XDG_CACHE_HOME': str(tmp_path)}
+    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == 'fine', done.stderr
+
+
+def test_a_layer_input_is_not_kept():
+    "No cycle holds a batch after the step"
+    import gc, weakref
+    layer = block('acnet')
+    gc.disable()
+    try:
+        x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
+        seen = weakref.ref(x)
+        layer(x).sum().backward()
+        del x
+        assert seen() is None
+    finally: gc.enable()
