@@ -185,7 +185,7 @@ def describe_layer(self):
     return f'RepConv2d({self.branch!r}, stride={self.stride}, padding={self.padding}{after}, mode={self.mode!r}{bits})'
 RepConv2d.__repr__ = describe_layer
 
-# %% ../nbs/05_layer.ipynb #ce33e1c7
+# %% ../nbs/05_layer.ipynb #6e944516
 def learns(q)->bool: return type(q) is LSQ and q.ready and q.enabled
 
 def choices(layer:RepConv2d, norms)->set: # of STATISTICS
@@ -200,7 +200,7 @@ def quantize_input(layer:RepConv2d, x:Tensor, asked:set)->tuple: # Q(x), and the
     y, *moments = MeasureLSQ.apply(x, q.scale(), q.qmin, q.qmax, step_factor(q, x))
     return y, Moments(*moments)
 
-# %% ../nbs/05_layer.ipynb #3beb6cb9
+# %% ../nbs/05_layer.ipynb #cd26ff5a
 def native_norms(branch:Branch)->list: # of Norm, or None
     "The norms of a block that is a sum of normed convolutions and identities"
     parts = list(branch.parts) if isinstance(branch, Sum) else [branch]
@@ -227,7 +227,7 @@ def native_part(
     else: mean, var, *_ = measure_statistics(choice, signal, norm.child.kernel(), norm.calibration)
     return Part(**base, mean=mean, var=var), count, None
 
-# %% ../nbs/05_layer.ipynb #0d6369af
+# %% ../nbs/05_layer.ipynb #b0d14554
 def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
     "`simple_weights` through compiled C"
     branch, q = layer.branch, layer.weight_quantizer
@@ -242,7 +242,7 @@ def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
         if count is not None: signal.memo[n] = Statistics(*s, count, ratio)
     return weight, bias
 
-# %% ../nbs/05_layer.ipynb #9d2c57fc
+# %% ../nbs/05_layer.ipynb #8eac6642
 compile_block_after = 2**28 # numbers in merged kernels of one structure before it is compiled; None: never
 _blocks = {}
 
@@ -268,7 +268,7 @@ def compiled_weights(layer:RepConv2d, signal:Signal)->tuple:
     signal.memo.update(memo)
     return weight, bias
 
-# %% ../nbs/05_layer.ipynb #668bae3f
+# %% ../nbs/05_layer.ipynb #b79766f9
 def compiling_pays(layer:RepConv2d)->bool:
     "Has this structure been merged so often that compiling it is worth the wait?"
     mode, seen, key = quantizer._policy['mode'], quantizer._policy['seen'], repr(layer.branch)

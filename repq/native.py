@@ -7,7 +7,7 @@ __all__ = ['HEADER', 'MERGE', 'FORWARD', 'BACKWARD_LSQ', 'BACKWARD_PART', 'BACKW
            'STRUCTURES', 'FIELDS', 'processor', 'cache_folder', 'build', 'library', 'Part', 'Frame', 'tap_table',
            'address', 'structures', 'fill', 'unpack', 'MergeLSQ', 'gradients_like', 'merge_quantize']
 
-# %% ../nbs/04_native.ipynb #f1d4c8b0
+# %% ../nbs/04_native.ipynb #3a6cb3f1
 import ctypes, hashlib, os, platform, shutil, subprocess, tempfile, warnings
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# %% ../nbs/04_native.ipynb #4fe9ab85
+# %% ../nbs/04_native.ipynb #bedec43a
 HEADER = '''
 #include <math.h>
 #include <stdlib.h>
@@ -47,7 +47,7 @@ typedef struct {
 } Block;
 '''
 
-# %% ../nbs/04_native.ipynb #811028c8
+# %% ../nbs/04_native.ipynb #8f17012e
 MERGE = '''
 static void find_rows(const Block* B, N o, REAL* room, const REAL** rows) {
   N I = B->in;
@@ -101,7 +101,7 @@ static void merge_tap(const Block* B, N o, N k, const REAL* f, const REAL** rows
 }
 '''
 
-# %% ../nbs/04_native.ipynb #09ab3710
+# %% ../nbs/04_native.ipynb #fbbe90b1
 FORWARD = '''
 void forward(Block* B, REAL* q, REAL* bias) {
   N I = B->in, K = B->taps;
@@ -134,7 +134,7 @@ void forward(Block* B, REAL* q, REAL* bias) {
 }
 '''
 
-# %% ../nbs/04_native.ipynb #14e0e37a
+# %% ../nbs/04_native.ipynb #3a1a687a
 BACKWARD_LSQ = '''
 static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL** rows, const REAL* by_q, REAL* d, REAL* m, REAL* g, REAL* dot) {
   N I = B->in, K = B->taps;
@@ -169,7 +169,7 @@ static REAL quantizer_gradient(const Block* B, N o, const REAL* f, const REAL** 
 }
 '''
 
-# %% ../nbs/04_native.ipynb #bf8e5d91
+# %% ../nbs/04_native.ipynb #88472488
 BACKWARD_PART = '''
 static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL f, REAL r, REAL dot, REAL by_bias, const REAL* d, const REAL* row, REAL* room) {
   N I = B->in, K = B->taps, C = I*B->groups, c = o/(B->out/B->groups)*I, span = (p->per_tap ? p->taps : 1)*C;
@@ -202,7 +202,7 @@ static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL 
 }
 '''
 
-# %% ../nbs/04_native.ipynb #b14ed4f3
+# %% ../nbs/04_native.ipynb #78e56607
 BACKWARD = '''
 void backward(Block* B, const REAL* by_q, const REAL* by_bias) {
   N I = B->in, P = B->parts;
@@ -226,7 +226,7 @@ void backward(Block* B, const REAL* by_q, const REAL* by_bias) {
 }
 '''
 
-# %% ../nbs/04_native.ipynb #3ee3341e
+# %% ../nbs/04_native.ipynb #0bce83ca
 SOURCE = HEADER + MERGE + FORWARD + BACKWARD_LSQ + BACKWARD_PART + BACKWARD
 OPTIONS = (['-O3', '-march=native', '-mprefer-vector-width=512', '-fopenmp'], ['-O3', '-march=native', '-fopenmp'], ['-O3'])
 DEFINES = {torch.float32: ['-DREAL=float', '-DRINT=rintf', '-DSQRT=sqrtf'], torch.float64: ['-DREAL=double', '-DRINT=rint', '-DSQRT=sqrt']}
@@ -245,7 +245,7 @@ def cache_folder()->Path:
     ours = not hasattr(os, 'getuid') or (folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022)
     return folder if ours and os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix='repq-'))
 
-# %% ../nbs/04_native.ipynb #728175a6
+# %% ../nbs/04_native.ipynb #e2c1550b
 def build(
     dtype,        # torch.float32 or torch.float64
     compiler=None # by default the first of cc, gcc, clang
@@ -281,7 +281,7 @@ def library(dtype): # ctypes library, or None
             warnings.warn(f'repq: merging goes on without compiled C ({e})')
     return _libraries[dtype]
 
-# %% ../nbs/04_native.ipynb #270f3e3e
+# %% ../nbs/04_native.ipynb #2e9396ec
 class Part(NamedTuple):
     "A convolution or identity, its norm, and where the norm's statistics come from"
     weight:Tensor        # (out, in/groups, kh, kw), best channels last; None: the identity
@@ -302,7 +302,7 @@ class Frame(NamedTuple):
     factor:float # of the step's gradient
     last:bool    # lay the merged kernel out channels last
 
-# %% ../nbs/04_native.ipynb #15bbc317
+# %% ../nbs/04_native.ipynb #757fc7fa
 @lru_cache
 def tap_table(
     size, # (kh, kw) of the merged kernel
@@ -329,28 +329,28 @@ def structures(dtype)->tuple: # classes of the two C structures
 
 STRUCTURES = {dtype: structures(dtype) for dtype in DEFINES}
 
-# %% ../nbs/04_native.ipynb #249d99c1
+# %% ../nbs/04_native.ipynb #0a5d779d
 def fill(
     frame:Frame, parts, # of `Part`, with the statistics in `mean` and `var`
     given,              # for each part: whether they were there before
     var:Tensor, step:Tensor,
-    by=None             # for each part: its gradients, as a dictionary; and the block's under None
+    by=None             # of `gradients_like`
 ): # a C structure, and what must live as long as it
     "A block as C sees it"
     part_type, block_type = STRUCTURES[step.dtype]
     sizes = tuple(tuple(p.weight.shape[2:]) if p.weight is not None else (1, 1) for p in parts)
     at = tap_table(frame.size, sizes)
     def c_part(i, p):
-        tensors = dict(weight=p.weight, gamma=p.gamma, beta=p.beta, windows=p.windows, ratio=p.ratio, mean=p.mean, var=p.var) | ({} if by is None else by[i])
         last = p.weight is None or p.weight.is_contiguous(memory_format=torch.channels_last)
-        return part_type(taps=sizes[i][0]*sizes[i][1], last=last, per_tap=p.windows is not None and len(p.windows) > 1, given=given[i], eps=p.eps, **{n: address(t) for n, t in tensors.items()})
+        own = map(address, (p.weight, p.gamma, p.beta, p.windows, p.ratio, p.mean, p.var, *(by[i] if by else ())))
+        return part_type(sizes[i][0]*sizes[i][1], last, p.windows is not None and p.windows.shape[0] > 1, given[i], p.eps, *own)
     array = (part_type*len(parts))(*(c_part(i, p) for i, p in enumerate(parts)))
-    rest = {n: address(t) for n, t in dict(var=var, step=step, **({} if by is None else by[None])).items()}
+    rest = dict(var=address(var), step=address(step)) | (dict(zip(('by_var', 'by_step'), map(address, by[None]))) if by else {})
     block = block_type(out=len(step), inner=len(var)//frame.groups, taps=frame.size[0]*frame.size[1], groups=frame.groups, parts=len(parts), threads=torch.get_num_threads(),
                        last=frame.last, low=frame.low, high=frame.high, at=ctypes.addressof(at), part=array, **rest)
     return block, (at, array)
 
-# %% ../nbs/04_native.ipynb #e97fe291
+# %% ../nbs/04_native.ipynb #17fa6a86
 FIELDS = ('weight', 'gamma', 'beta', 'windows', 'ratio', 'mean', 'var')
 
 def unpack(flat, eps)->list: # of `Part`
@@ -362,17 +362,17 @@ class MergeLSQ(torch.autograd.Function):
     "Merge the parts of a block and quantize the result"
     @staticmethod
     def forward(ctx, frame, eps, var, step, *flat):
-        parts = unpack([None if t is None else t.detach() for t in flat], eps)
-        given, out = [p.mean is not None for p in parts], len(step)
-        parts = [p if g else p._replace(mean=torch.empty_like(step), var=torch.empty_like(step)) for p, g in zip(parts, given)]
+        parts, out = unpack(flat, eps), len(step)
+        given = [p.mean is not None for p in parts]
+        room = iter(step.new_empty(2*len(parts), out).unbind(0))
+        parts = [p._replace(mean=next(room).copy_(p.mean), var=next(room).copy_(p.var)) if g else p._replace(mean=next(room), var=next(room)) for p, g in zip(parts, given)]
         q = step.new_empty(out, frame.size[0], frame.size[1], len(var)//frame.groups).permute(0, 3, 1, 2) if frame.last else step.new_empty(out, len(var)//frame.groups, *frame.size)
         bias = torch.empty_like(step)
-        block, _alive = fill(frame, parts, given, var, step.detach())
+        block, _alive = fill(frame, parts, given, var, step)
         library(step.dtype).forward(ctypes.byref(block), ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(bias.data_ptr()))
         stats = [t for p in parts for t in (p.mean, p.var)]
         ctx.save_for_backward(var, step, *flat, *stats)
         ctx.rest = frame, eps, given
-        stats = [t.clone() if g else t for t, g in zip(stats, [g for g in given for _ in range(2)])]
         ctx.mark_non_differentiable(*stats)
         return q, bias, *stats
 
@@ -387,19 +387,19 @@ class MergeLSQ(torch.autograd.Function):
         by_bias = by_bias.contiguous()
         block, _alive = fill(frame, parts, given, var, step, by)
         library(step.dtype).backward(ctypes.byref(block), ctypes.c_void_p(by_q.data_ptr()), ctypes.c_void_p(by_bias.data_ptr()))
-        def of(i, name): t = by[i].get(f'by_{name}'); return by_bias if name == 'beta' else t.sum(0) if name == 'windows' and t is not None else t
-        return None, None, by[None]['by_var'].sum(0), by[None]['by_step']*frame.factor, *(of(i, n) for i in range(len(parts)) for n in FIELDS)
+        def of(weight, gamma, windows, mean, var): return weight, gamma, by_bias, None if windows is None else windows.sum(0), None, mean, var # as in FIELDS
+        by_var, by_step = by.pop(None)
+        return None, None, by_var.sum(0), by_step*frame.factor, *(t for g in by.values() for t in of(*g))
 
-# %% ../nbs/04_native.ipynb #ccbf6f32
-def gradients_like(parts, given, var, step)->dict:
+# %% ../nbs/04_native.ipynb #771f6592
+def gradients_like(parts, given, var, step)->dict: # part -> weight, gamma, windows, mean, variance; None -> variance of the input, step
     "Room for all gradients; sums over output channels begin at zero, once for each thread"
     threads = torch.get_num_threads()
-    by = {None: dict(by_var=var.new_zeros(threads, len(var)), by_step=torch.empty_like(step))}
+    rows = iter(step.new_empty(3*len(parts) + 1, len(step)).unbind(0))
+    by = {None: (var.new_zeros(threads, len(var)), next(rows))}
     for i, (p, g) in enumerate(zip(parts, given)):
-        by[i] = dict(by_gamma=torch.empty_like(step))
-        if p.weight is not None: by[i]['by_weight'] = torch.empty_like(p.weight)
-        if g: by[i] |= dict(by_mean=torch.empty_like(step), by_var=torch.empty_like(step))
-        else: by[i]['by_windows'] = var.new_zeros(threads, *p.windows.shape)
+        weight = None if p.weight is None else torch.empty_like(p.weight)
+        by[i] = weight, next(rows), None if g else var.new_zeros(threads, *p.windows.shape), next(rows) if g else None, next(rows) if g else None
     return by
 
 def merge_quantize(
