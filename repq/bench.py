@@ -146,7 +146,8 @@ def step_networks(
 # %% ../nbs/22_bench.ipynb #b7a10012
 def training_step(net, x, y, loss=F.cross_entropy): # function without arguments
     "One step of a training with momentum, for `interleaved`"
-    opt = torch.optim.SGD(net.train().parameters(), lr=1e-3, momentum=0.9, fused=True) # one pass over the weights: the fastest there is, for all alike
+    fused = all(p.is_contiguous() for p in net.parameters()) # the fastest there is; weights that lie channels last it would copy
+    opt = torch.optim.SGD(net.train().parameters(), lr=1e-3, momentum=0.9, fused=fused)
     def step():
         loss(net(x), y).backward()
         opt.step()
