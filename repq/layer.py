@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MODES', 'compile_block_after', 'one_of', 'Quantizable', 'RepConv2d', 'full_precision', 'as_dtype_of', 'forgotten',
            'run_branches', 'run_merged', 'simple_weights', 'run_quantized', 'check_padding', 'check_after',
-           'describe_layer', 'learns', 'choices', 'quantize_input', 'native_norms', 'native_part', 'native_weights',
-           'traced_weights', 'compiled_weights', 'compiling_pays', 'make_weights', 'QuantLinear', 'join', 'row',
-           'draw_layer']
+           'describe_layer', 'learns', 'choices', 'quantize_input', 'native_norms', 'native_part', 'weight_factor',
+           'native_weights', 'traced_weights', 'compiled_weights', 'compiling_pays', 'make_weights', 'QuantLinear',
+           'join', 'row', 'draw_layer']
 
 # %% ../nbs/05_layer.ipynb #c0ad625b
 import warnings
@@ -22,7 +22,7 @@ from .norm import (STATISTICS, Batch, Moments, Signal, Statistics, check_count, 
                        window_means)
 from .branch import Branch, Conv, Fixed, Identity, Norm, Picture, Sum, as_pair, box, chain, check_branch, draw, line, refuse, track
 from . import quantizer
-from .quantizer import LSQ, MeasureLSQ, QuantizeLSQ, gradient_factor, is_real, make_quantizer, step_factor, use_native
+from .quantizer import LSQ, MeasureLSQ, QuantizeLSQ, is_real, make_quantizer, step_factor, use_native
 from .native import Frame, Part, library, merge_quantize
 
 # %% ../nbs/05_layer.ipynb #a29caaea
@@ -228,6 +228,10 @@ def native_part(
     return Part(**base, mean=mean, var=var), count, None
 
 # %% ../nbs/05_layer.ipynb #b0d14554
+def weight_factor(layer:RepConv2d)->float:
+    "Scale of the gradient of the weight's steps"
+    return step_factor(layer.weight_quantizer, layer.weight_quantizer.step.expand(layer.in_channels//layer.groups*layer.kernel_size[0]*layer.kernel_size[1], -1))
+
 def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
     "`simple_weights` through compiled C"
     branch, q = layer.branch, layer.weight_quantizer
@@ -235,8 +239,7 @@ def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
     estimated = any(p.mean is None for p in parts)
     var = signal.batch.moments.var if estimated else q.step.new_zeros(layer.in_channels)
     last = not signal.batch.values.is_contiguous()
-    factor = step_factor(q, q.step.expand(layer.in_channels//layer.groups*layer.kernel_size[0]*layer.kernel_size[1], -1))
-    frame = Frame(layer.kernel_size, layer.groups, q.qmin, q.qmax, factor, last)
+    frame = Frame(layer.kernel_size, layer.groups, q.qmin, q.qmax, weight_factor(layer), last)
     weight, bias, stats = merge_quantize(parts, var, q.scale().flatten(), frame)
     for n, s, count, ratio in zip(norms, stats, counts, ratios):
         if count is not None: signal.memo[n] = Statistics(*s, count, ratio)
@@ -263,8 +266,7 @@ def compiled_weights(layer:RepConv2d, signal:Signal)->tuple:
     moments = signal.batch.moments if {'estimate', 'calibrated'} & asked else (None, None)
     values = signal.batch.values if {'batch', 'sampled'} & asked or signal.measure else None
     mean_map = signal.batch.mean_map if 'calibrated' in asked else None
-    factor = step_factor(q, q.step.expand(layer.in_channels//layer.groups*layer.kernel_size[0]*layer.kernel_size[1], -1))
-    weight, bias, memo = _blocks[key](layer.branch, frame, values, *moments, mean_map, q.scale(), q.qmin, q.qmax, factor)
+    weight, bias, memo = _blocks[key](layer.branch, frame, values, *moments, mean_map, q.scale(), q.qmin, q.qmax, weight_factor(layer))
     signal.memo.update(memo)
     return weight, bias
 
