@@ -154,9 +154,9 @@ def simple_weights(
 
 def run_quantized(self:RepConv2d, x):
     norms = self.norms()
-    q, moments = quantize_input(self, x, choices(self, norms))
+    q, measured = quantize_input(self, x, choices(self, norms))
     signal = self.signal(as_dtype_of(self.branch, x), True, norms)
-    if moments is not None: signal = replace(signal, batch=Batch(lambda: x, lambda: moments))
+    if measured: signal = replace(signal, batch=measured)
     with full_precision(x): weight, bias = make_weights(self, signal)
     track(signal)
     return convolve(q, Kernel(weight, bias, self.groups), self.stride, self.padding)
@@ -192,13 +192,13 @@ def choices(layer:RepConv2d, norms)->set: # of STATISTICS
     "How norms get their statistics in training"
     return {n.statistics or layer.statistics for n in norms if n.bn.training}
 
-def quantize_input(layer:RepConv2d, x:Tensor, asked:set)->tuple: # Q(x), and the moments of x or None
+def quantize_input(layer:RepConv2d, x:Tensor, asked:set)->tuple: # Q(x), and what was measured as a Batch, or None
     "Quantize the input of a layer, and measure it on the way where that is asked for"
     q = layer.input_quantizer
     measured = learns(q) and layer.training and x.ndim == 4 and not torch.is_autocast_enabled(x.device.type) and {'estimate', 'calibrated'} & asked
     if not measured: return q(x), None
-    y, *moments = MeasureLSQ.apply(x, q.scale(), q.qmin, q.qmax, step_factor(q, x))
-    return y, Moments(*moments)
+    y, mean, var, mean_map = MeasureLSQ.apply(x, q.scale(), q.qmin, q.qmax, step_factor(q, x))
+    return y, Batch(lambda: x, lambda: Moments(mean, var), lambda: mean_map)
 
 # %% ../nbs/05_layer.ipynb #cd26ff5a
 def native_norms(branch:Branch)->list: # of Norm, or None
@@ -211,7 +211,8 @@ def native_norms(branch:Branch)->list: # of Norm, or None
 
 def native_part(
     norm:Norm,
-    signal:Signal # centred on the norm's kernel
+    signal:Signal, # centred on the norm's kernel
+    windows:Tensor # (taps of the block, in): means of the input, for `calibrated`
 )->tuple: # Part, count of values or None if frozen, ratio or None
     "A norm and its convolution, with the source of its statistics"
     skip, bn = type(norm.child) is Identity, norm.bn
@@ -222,7 +223,7 @@ def native_part(
     if choice == 'calibrated':
         k = norm.child.kernel()
         ratio = norm.calibration.measure(signal, k, estimate_statistics(signal, k).var.detach()) if signal.measure else None
-        return Part(**base, windows=window_means(signal, norm.size).flatten(1).T, ratio=norm.calibration.ratio if ratio is None else ratio), count, ratio
+        return Part(**base, windows=windows, ratio=norm.calibration.ratio if ratio is None else ratio), count, ratio
     if skip and signal.pad == (0, 0): mean, var = signal.batch.moments    # what an identity gives is what it gets
     else: mean, var, *_ = measure_statistics(choice, signal, norm.child.kernel(), norm.calibration)
     return Part(**base, mean=mean, var=var), count, None
@@ -235,7 +236,8 @@ def weight_factor(layer:RepConv2d)->float:
 def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
     "`simple_weights` through compiled C"
     branch, q = layer.branch, layer.weight_quantizer
-    parts, counts, ratios = zip(*(native_part(n, branch.centre(signal, n) if isinstance(branch, Sum) else signal) for n in norms))
+    windows = window_means(signal, branch.size).flatten(1).T if 'calibrated' in choices(layer, norms) else None
+    parts, counts, ratios = zip(*(native_part(n, branch.centre(signal, n) if isinstance(branch, Sum) else signal, windows) for n in norms))
     estimated = any(p.mean is None for p in parts)
     var = signal.batch.moments.var if estimated else q.step.new_zeros(layer.in_channels)
     last = not signal.batch.values.is_contiguous()

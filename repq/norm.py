@@ -238,9 +238,10 @@ def tap_rows(
 def window_means(signal:Signal, size)->Tensor: # (in, kh, kw)
     "Mean of the values that each tap of a kernel of `size` meets"
     s = counting(signal, size)
-    m = s.batch.mean_map[0]
-    a, b = (tap_rows(*args, m) for args in zip(m.shape[1:], s.pad, size, s.stride))
-    return a @ m @ b.T
+    m = s.batch.mean_map[0].permute(1, 2, 0)  # (height, width, in)
+    a, b = (tap_rows(*args, m) for args in zip(m.shape, s.pad, size, s.stride))
+    rows = (a @ m.flatten(1)).unflatten(1, m.shape[1:])
+    return (b @ rows).permute(2, 0, 1)
 
 def exact_mean(signal:Signal, kernel:Kernel)->Tensor: # (out,)
     "Mean of the output of a convolution, borders and stride included, without the convolution"

@@ -182,57 +182,60 @@ def flat_step(step:Tensor, x:Tensor)->Tensor: # () or (channels, 1)
     return step.view(-1, 1) if step.ndim else step
 
 # %% ../nbs/04_quantizer.ipynb #47b71d3a
-def by_channel(x:Tensor, like:Tensor)->Tensor: # (batch, channels, pixels) or (positions, channels)
-    "Arrange (batch, channels, height, width) in the memory order of `like`, the channels in dimension 1"
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]) if last_channels(like) else x.reshape(*x.shape[:2], -1)
+def by_channel(x:Tensor, like:Tensor)->Tensor: # (batch, channels, pixels) or (batch, height, width, channels)
+    "Arrange (batch, channels, height, width) in the memory order of `like`"
+    return x.permute(0, 2, 3, 1).contiguous() if last_channels(like) else x.reshape(*x.shape[:2], -1)
 
 def over_channels(v:Tensor, x:Tensor)->Tensor:
     "A number for each channel, to be used with `by_channel`'s arrangement"
-    return v if x.ndim == 2 else v[:, None]
+    return v if x.ndim == 4 else v[:, None]
 
-def measured_forward(x:Tensor, step:Tensor, qmin:int, qmax:int)->tuple: # quantized, mean, variance
-    "`lsq_forward`, and the moments of every channel"
-    var, mean = torch.var_mean(x, (0,) if x.ndim == 2 else (0, 2), correction=0)
-    return lsq_forward(x, step, qmin, qmax), mean, var
+def measured_forward(x:Tensor, step:Tensor, qmin:int, qmax:int)->tuple: # quantized, mean, variance, mean over the batch
+    "`lsq_forward`, the moments of every channel and the mean image"
+    image, pixels = x.mean(0), (0, 1) if x.ndim == 4 else (1,)
+    mean = image.mean(pixels)
+    var = (x - over_channels(mean, x)).square().mean(0).mean(pixels)
+    return lsq_forward(x, step, qmin, qmax), mean, var, image
 
-def measured_backward(x:Tensor, step:Tensor, grad:Tensor, mean:Tensor, by_mean:Tensor, by_var:Tensor, qmin:int, qmax:int)->tuple: # gradients of x and of step
-    "`lsq_backward`, with the gradient of the moments added"
+def measured_backward(x:Tensor, step:Tensor, grad:Tensor, base:Tensor, slope:Tensor, qmin:int, qmax:int)->tuple: # gradients of x and of step
+    "`lsq_backward`, with the gradient of what was measured added"
     by_x, by_step = lsq_backward(x, step, grad, qmin, qmax)
-    n = x.numel()/x.shape[1]
-    slope = 2*by_var/n
-    return by_x + over_channels(by_mean/n - slope*mean, x) + over_channels(slope, x)*x, by_step
+    return by_x + base + slope*x, by_step
 
 # %% ../nbs/04_quantizer.ipynb #2d64b20e
 def eager_measured_forward(x:Tensor, step:Tensor, qmin:int, qmax:int)->tuple:
     "`measured_forward`, one thing after the other"
-    dims = (0,) if x.ndim == 2 else (0, 2)
-    mean = x.mean(dims)
+    image, dims = x.mean(0), (0, 1, 2) if x.ndim == 4 else (0, 2)
+    mean = image.mean(dims[:-1] if x.ndim == 4 else 1)
     var = (x - over_channels(mean, x)).square_().mean(dims)
-    return eager_forward(x.reshape(-1), step, qmin, qmax).view(x.shape), mean, var
+    return eager_forward(x.reshape(-1), step, qmin, qmax).view(x.shape), mean, var, image
 
-def eager_measured_backward(x, step, grad, mean, by_mean, by_var, qmin, qmax)->tuple:
+def eager_measured_backward(x, step, grad, base, slope, qmin, qmax)->tuple:
     "`measured_backward`, one thing after the other"
     by_x, by_step = eager_backward(x.reshape(-1), step, grad.reshape(-1), qmin, qmax)
-    n = x.numel()/x.shape[1]
-    slope = 2*by_var/n
-    return by_x.view(x.shape).add_(over_channels(by_mean/n - slope*mean, x)).addcmul_(over_channels(slope, x), x), by_step
+    return by_x.view(x.shape).add_(base).addcmul_(slope, x), by_step
 
 # %% ../nbs/04_quantizer.ipynb #33bb0b98
 class MeasureLSQ(torch.autograd.Function):
-    "LSQ of (batch, channels, height, width) with one step, and mean and biased variance of every channel of its input"
+    "LSQ of (batch, channels, height, width) with one step; mean and biased variance of every channel of its input, and its mean over the batch"
     @staticmethod
     def forward(ctx, x, step, qmin, qmax, factor):
-        y, mean, var = fused(measured_forward, eager_measured_forward, by_channel(x.detach(), x), flat_step(step, x), qmin, qmax)
+        y, mean, var, image = fused(measured_forward, eager_measured_forward, by_channel(x.detach(), x), flat_step(step, x), qmin, qmax)
         ctx.save_for_backward(x, step, mean)
         ctx.rest = qmin, qmax, factor
-        return unflatten(y.reshape(-1), x), mean, var
+        ctx.set_materialize_grads(False)
+        return unflatten(y.reshape(-1), x), mean, var, unflatten(image.reshape(-1), x[:1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, by_mean, by_var):
+    def backward(ctx, grad, by_mean, by_var, by_image):
         (x, step, mean), (qmin, qmax, factor) = ctx.saved_tensors, ctx.rest
-        args = by_channel(x.detach(), x), flat_step(step, x), by_channel(grad, x), mean, by_mean, by_var
-        by_x, by_step = fused(measured_backward, eager_measured_backward, *args, qmin, qmax)
+        grad, by_mean, by_var = (torch.zeros_like(like) if g is None else g for g, like in zip((grad, by_mean, by_var), (x, mean, mean)))
+        values, n = by_channel(x.detach(), x), x.numel()/x.shape[1]
+        slope = 2*by_var/n
+        base, slope = (over_channels(v, values) for v in (by_mean/n - slope*mean, slope))
+        if by_image is not None: base = torch.add(base, by_channel(by_image, x)[0], alpha=1/len(x))
+        by_x, by_step = fused(measured_backward, eager_measured_backward, values, flat_step(step, x), by_channel(grad, x), base, slope, qmin, qmax)
         return unflatten(by_x.reshape(-1), x), (by_step*factor).to(step.dtype), None, None, None
 
 # %% ../nbs/04_quantizer.ipynb #569459e9
