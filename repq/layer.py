@@ -117,8 +117,7 @@ def full_precision(x:Tensor):
 
 def as_dtype_of(branch:Branch, x:Tensor)->Tensor:
     "An input in the type of the parameters (autocast hands over half precision)"
-    like = next(branch.parameters(), x)
-    return x if x.dtype == like.dtype or not torch.is_autocast_enabled(x.device.type) else x.to(like.dtype)
+    return x.to(next(branch.parameters(), x).dtype) if torch.is_autocast_enabled(x.device.type) else x
 
 # %% ../nbs/05_layer.ipynb #997becaa
 def forgotten(
@@ -213,20 +212,20 @@ def native_part(
     norm:Norm,
     signal:Signal, # centred on the norm's kernel
     windows:Tensor # (taps of the block, in): means of the input, for `calibrated`
-)->tuple: # Part, count of values or None if frozen, ratio or None
+)->tuple: # Part, ratio or None
     "A norm and its convolution, with the source of its statistics"
     skip, bn = type(norm.child) is Identity, norm.bn
     base = dict(weight=None if skip else norm.child.weight, gamma=bn.weight, beta=bn.bias, eps=bn.eps)
-    if not bn.training: return Part(**base, mean=bn.running_mean, var=bn.running_var), None, None
-    choice, count = norm.statistics or signal.statistics, check_count(count_values(signal, norm.size), signal)
-    if choice == 'estimate': return Part(**base, windows=signal.batch.moments.mean[None]), count, None
+    if not bn.training: return Part(**base, mean=bn.running_mean, var=bn.running_var), None
+    choice = norm.statistics or signal.statistics
+    if choice == 'estimate': return Part(**base, windows=signal.batch.moments.mean), None
     if choice == 'calibrated':
         k = norm.child.kernel()
         ratio = norm.calibration.measure(signal, k, estimate_statistics(signal, k).var.detach()) if signal.measure else None
-        return Part(**base, windows=windows, ratio=norm.calibration.ratio if ratio is None else ratio), count, ratio
+        return Part(**base, windows=windows, ratio=norm.calibration.ratio if ratio is None else ratio), ratio
     if skip and signal.pad == (0, 0): mean, var = signal.batch.moments    # what an identity gives is what it gets
     else: mean, var, *_ = measure_statistics(choice, signal, norm.child.kernel(), norm.calibration)
-    return Part(**base, mean=mean, var=var), count, None
+    return Part(**base, mean=mean, var=var), None
 
 # %% ../nbs/05_layer.ipynb #b0d14554
 def weight_factor(layer:RepConv2d)->float:
@@ -237,14 +236,15 @@ def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
     "`simple_weights` through compiled C"
     branch, q = layer.branch, layer.weight_quantizer
     windows = window_means(signal, branch.size).flatten(1).T if 'calibrated' in choices(layer, norms) else None
-    parts, counts, ratios = zip(*(native_part(n, branch.centre(signal, n) if isinstance(branch, Sum) else signal, windows) for n in norms))
+    count = check_count(count_values(signal, branch.size), signal) if any(n.bn.training for n in norms) else None # the same for all parts
+    parts, ratios = zip(*(native_part(n, branch.centre(signal, n) if isinstance(branch, Sum) else signal, windows) for n in norms))
     estimated = any(p.mean is None for p in parts)
     var = signal.batch.moments.var if estimated else q.step.new_zeros(layer.in_channels)
     last = not signal.batch.values.is_contiguous()
     frame = Frame(layer.kernel_size, layer.groups, q.qmin, q.qmax, weight_factor(layer), last)
     weight, bias, stats = merge_quantize(parts, var, q.scale().flatten(), frame)
-    for n, s, count, ratio in zip(norms, stats, counts, ratios):
-        if count is not None: signal.memo[n] = Statistics(*s, count, ratio)
+    for n, s, ratio in zip(norms, stats, ratios):
+        if n.bn.training: signal.memo[n] = Statistics(*s, count, ratio)
     return weight, bias
 
 # %% ../nbs/05_layer.ipynb #8eac6642

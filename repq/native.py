@@ -321,7 +321,7 @@ class Part(NamedTuple):
     gamma:Tensor         # (out,)
     beta:Tensor          # (out,)
     eps:float
-    windows:Tensor=None  # (1 or taps of the merged kernel, in): means of the input
+    windows:Tensor=None  # (in,) or (taps of the merged kernel, in): means of the input
     ratio:Tensor=None    # (out,): of true to estimated variance; None: 1
     mean:Tensor=None     # (out,): given statistics
     var:Tensor=None
@@ -376,7 +376,7 @@ def fill(
     def c_part(i, p):
         last = p.weight is None or p.weight.is_contiguous(memory_format=torch.channels_last)
         own = map(address, (p.weight, p.gamma, p.beta, p.windows, p.ratio, p.mean, p.var, *(by[i] if by else ())))
-        return part_type(sizes[i][0]*sizes[i][1], last, p.windows is not None and p.windows.shape[0] > 1, given[i], p.eps, *own)
+        return part_type(sizes[i][0]*sizes[i][1], last, p.windows is not None and p.windows.ndim > 1, given[i], p.eps, *own)
     array = (part_type*len(parts))(*(c_part(i, p) for i, p in enumerate(parts)))
     rest = dict(var=address(var), step=address(step)) | (dict(zip(('by_var', 'by_step'), map(address, by[None]))) if by else {})
     block = block_type(out=len(step), inner=len(var)//frame.groups, taps=frame.size[0]*frame.size[1], groups=frame.groups, parts=len(parts), threads=torch.get_num_threads(),
@@ -420,19 +420,25 @@ class MergeLSQ(torch.autograd.Function):
         by_bias = by_bias.contiguous()
         block, _alive = fill(frame, parts, given, var, step, by)
         library(step.dtype).backward(ctypes.byref(block), ctypes.c_void_p(by_q.data_ptr()), ctypes.c_void_p(by_bias.data_ptr()))
-        def of(weight, gamma, windows, mean, var): return weight, gamma, by_bias, None if windows is None else windows.sum(0), None, mean, var # as in FIELDS
+        seen = {None}
+        def total(t): # of the threads' sums; those that parts share are handed on once
+            if t in seen: return None
+            seen.add(t)
+            return t.sum(0) if len(t) > 1 else t[0]
+        def of(weight, gamma, windows, mean, var): return weight, gamma, by_bias, total(windows), None, mean, var # as in FIELDS
         by_var, by_step = by.pop(None)
-        return None, None, by_var.sum(0), by_step*frame.factor, *(t for g in by.values() for t in of(*g))
+        return None, None, total(by_var), by_step*frame.factor, *(t for g in by.values() for t in of(*g))
 
 # %% ../nbs/04_native.ipynb #771f6592
 def gradients_like(parts, given, var, step)->dict: # part -> weight, gamma, windows, mean, variance; None -> variance of the input, step
     "Room for all gradients; sums over output channels begin at zero, once for each thread"
     threads = torch.get_num_threads()
     rows = iter(step.new_empty(3*len(parts) + 1, len(step)).unbind(0))
-    by = {None: (var.new_zeros(threads, len(var)), next(rows))}
+    by, sums = {None: (var.new_zeros(threads, len(var)), next(rows))}, {} # sums: address of the means of the input -> their gradient
     for i, (p, g) in enumerate(zip(parts, given)):
         weight = None if p.weight is None else torch.empty_like(p.weight)
-        by[i] = weight, next(rows), None if g else var.new_zeros(threads, *p.windows.shape), next(rows) if g else None, next(rows) if g else None
+        if not g and address(p.windows) not in sums: sums[address(p.windows)] = var.new_zeros(threads, *p.windows.shape)
+        by[i] = weight, next(rows), None if g else sums[address(p.windows)], next(rows) if g else None, next(rows) if g else None
     return by
 
 def merge_quantize(

@@ -190,7 +190,7 @@ def update_running(
 ):
     "Average a batch's statistics into a batch norm, as PyTorch does"
     if bn.running_mean is None: return
-    bn.num_batches_tracked += 1
+    bn.num_batches_tracked.add_(1)
     momentum = 1/bn.num_batches_tracked.item() if bn.momentum is None else bn.momentum
     bn.running_mean.lerp_(stats.mean.to(bn.running_mean), momentum)
     bn.running_var.lerp_(stats.var.to(bn.running_var)*(stats.count/(stats.count - 1)), momentum)
@@ -226,20 +226,18 @@ def tap_rows(
     length:int, # of the map in this direction
     pad:int,    # zeros around it, both sides together; negative: cropped
     k:int,
-    stride:int,
-    like:Tensor # gives type and device
-)->Tensor: # (k, length): row i averages over the positions that tap i meets
+    stride:int
+)->list: # k lists of length numbers: list i averages over the positions that tap i meets
     "Which positions of a map the taps of a kernel meet, as a matrix of weights"
     n = (length + pad - k)//stride + 1
-    position = torch.arange(k, device=like.device)[:, None] + stride*torch.arange(n, device=like.device) - pad//2
-    rows = like.new_zeros(k, length + 1).scatter(1, torch.where((position >= 0) & (position < length), position, length), 1.)
-    return rows[:, :length]/n
+    met = [range(i - pad//2, i - pad//2 + stride*n, stride) for i in range(k)]
+    return [[(p in m)/n for p in range(length)] for m in met]
 
 def window_means(signal:Signal, size)->Tensor: # (in, kh, kw)
     "Mean of the values that each tap of a kernel of `size` meets"
     s = counting(signal, size)
     m = s.batch.mean_map[0].permute(1, 2, 0)  # (height, width, in)
-    a, b = (tap_rows(*args, m) for args in zip(m.shape, s.pad, size, s.stride))
+    a, b = (m.new_tensor(tap_rows(*args)) for args in zip(m.shape, s.pad, size, s.stride))
     rows = (a @ m.flatten(1)).unflatten(1, m.shape[1:])
     return (b @ rows).permute(2, 0, 1)
 
