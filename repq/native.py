@@ -407,6 +407,7 @@ class MergeLSQ(torch.autograd.Function):
         ctx.save_for_backward(var, step, *flat, *stats)
         ctx.rest = frame, eps, given
         ctx.mark_non_differentiable(*stats)
+        ctx.set_materialize_grads(False)   # nobody wants zeros for the statistics
         return q, bias, *stats
 
     @staticmethod
@@ -416,6 +417,7 @@ class MergeLSQ(torch.autograd.Function):
         flat, stats = rest[:len(FIELDS)*len(eps)], rest[len(FIELDS)*len(eps):]
         parts = [p._replace(mean=m, var=v) for p, m, v in zip(unpack(flat, eps), stats[::2], stats[1::2])]
         by = gradients_like(parts, given, var, step)
+        by_q, by_bias = (step.new_zeros(shape) if g is None else g for g, shape in ((by_q, (len(step), len(var)//frame.groups, *frame.size)), (by_bias, step.shape)))
         by_q = by_q.contiguous(memory_format=torch.channels_last if frame.last else torch.contiguous_format)
         by_bias = by_bias.contiguous()
         block, _alive = fill(frame, parts, given, var, step, by)
