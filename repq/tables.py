@@ -17,11 +17,11 @@ __all__ = ['PAPER', 'NEEDED', 'USABLE', 'DIALECTS', 'RANKED', 'TITLES', 'MEASURE
            'figure', 'method_keys', 'show_bits', 'error_of', 'series', 'bits_figure', 'cost_figure', 'bar',
            'time_figure', 'curves_figure', 'estimate_figure', 'crop_html', 'crops_figure', 'progress', 'progress_html',
            'run_link', 'interval_svg', 'scale_of', 'css', 'part_row', 'claim_html', 'claims_html', 'several', 'hours',
-           'machine_html', 'runs_html', 'page', 'tiles', 'report_html', 'write_whole', 'write_report',
-           'claims_markdown', 'write_tables']
+           'machine_html', 'runs_html', 'page', 'tiles', 'report_html', 'write_report', 'claims_markdown',
+           'write_tables']
 
 # %% ../nbs/21_tables.ipynb #ca64a1c5
-import html, os, re, tempfile, textwrap
+import html, os, re, textwrap
 from base64 import b64encode
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -31,6 +31,7 @@ from math import inf, isfinite, log10, sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from urllib.parse import quote
+from .files import write_whole
 from .runs import MODELS, PROFILES, SEEDS, Store, cells, graph, recipes
 
 # %% ../nbs/21_tables.ipynb #ef87db71
@@ -1296,26 +1297,13 @@ def report_html(results:Results)->str:
     return page(f'RepQ, reproduced: {results.profile}', f'{head}<main>{main}</main><footer><p>Written by repq on {now}, from the records in this folder.</p></footer>')
 
 # %% ../nbs/21_tables.ipynb #acce629f
-def write_whole(path:Path, text:str)->Path:
-    "A file that is there whole or not at all"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
-    try:
-        with open(handle, 'w', encoding='utf-8') as f: f.write(text)
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
-    return path
-
 def write_report(
     root='results',  # folder of the profiles
     profile='smoke',
     seeds:int=None   # by default those of the last batch, or of the profile
 )->Path: # results/<profile>/report.html
     "Write the report; cheap, so it can follow a running batch"
-    return write_whole(Path(root)/profile/'report.html', report_html(Results(profile, root, seeds)))
+    return write_whole(Path(root)/profile/'report.html', report_html(Results(profile, root, seeds)), parents=True)
 
 def claims_markdown(verdicts:list)->str:
     "The claims as a table"
@@ -1333,6 +1321,6 @@ def write_tables(
     results = Results(profile, root, seeds)
     tables, verdicts = all_tables(results=results), claims(results=results)
     title, folder = f'RepQ, reproduced: the tables of the {profile} profile', Path(root)/profile
-    return [write_whole(folder/'tables.md', f'# {title}\n\n' + '\n'.join(t.markdown() for t in tables) + '\n' + claims_markdown(verdicts)),
+    return [write_whole(folder/'tables.md', f'# {title}\n\n' + '\n'.join(t.markdown() for t in tables) + '\n' + claims_markdown(verdicts), parents=True),
             write_whole(folder/'tables.html', page(title, f'<header><h1>{title}</h1></header><main>' + ''.join(t.html() for t in tables) + f'<h2>Claims</h2>{claims_html(verdicts)}</main>')),
             write_whole(folder/'tables.tex', '% needs booktabs, hyperref, amssymb\n' + '\n'.join(t.latex() for t in tables))]
