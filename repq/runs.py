@@ -159,6 +159,7 @@ class Cell:
     beyond:bool = False # ours, beyond the paper
     why:str = ''        # why there is no run
 
+# %% ../nbs/20_runs.ipynb #5d9564fb
 MODELS = {'RepVGG-A0': ('repvgg_a0', 'repvgg', 'repvgg'), 'RepVGG-B0': ('repvgg_b0', 'repvgg', 'repvgg'),
           'AC-ResNet-18': ('resnet18', 'acnet', 'acnet'), 'OREPA-ResNet-18': ('resnet18', 'orepa', 'orepa')} # name in the paper -> model, block, recipe
 OREPA_BITS = {'stem': [8, 8], 'head': [8, 8]} # also of the plain network that OREPA is compared with
@@ -172,6 +173,7 @@ def classifier(profile, seed, name, strategy, statistics='', bits=32, block=None
     parent = None if strategy == 'fp' else classifier(profile, seed, name, 'fp', fp_statistics, block=block)
     return Run('classify', model, block, strategy, bits, seed, profile, settings_for(profile, recipe, strategy, bits, changes), statistics, parent)
 
+# %% ../nbs/20_runs.ipynb #5d9564fd
 def methods_of(name:str)->dict: # method -> {column: arguments of `classifier`}, whether it is ours
     "The rows of Table 2 for a model; those beyond the paper last"
     exact = '' if name == 'OREPA-ResNet-18' else 'batch'
