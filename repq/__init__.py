@@ -4,7 +4,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 # Loaded when first used (PEP 562), so that `import repq.kernel` needs torch alone.
-_modules = ['testing', 'kernel', 'norm', 'branch', 'quantizer', 'layer', 'blocks', 'models', 'data', 'qat', 'deploy', 'foreign', 'learner', 'parity', 'training', 'runs', 'tables', 'bench', 'cli']
+_modules = ['testing', 'kernel', 'norm', 'branch', 'quantizer', 'layer', 'blocks', 'models', 'data', 'qat', 'deploy', 'graphs', 'official', 'foreign', 'learner', 'parity', 'training', 'runs', 'evidence', 'formats', 'tables', 'bench', 'cli']
 _names = dict(
     kernel=['Kernel'],
     branch=['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'],
@@ -12,7 +12,8 @@ _names = dict(
     layer=['RepConv2d'],
     qat=['merge', 'quantize', 'recalibrate'],
     deploy=['export_onnx'],
-    foreign=['convert', 'load_official'],
+    official=['load_official'],
+    foreign=['convert'],
     parity=['check_parity'],
     learner=['QAT', 'QATDoctor'],
 )

@@ -253,7 +253,7 @@ def step_targets(setting:Setting, table:pd.DataFrame)->dict: # row -> (must, aim
 
 def paper_ratios(setting:Setting, rows)->list:
     "What Table 4 of the paper has for these rows (ResNet-18, two V100); None where it has nothing"
-    from repq.tables import paper_value
+    from repq.evidence import paper_value
     name = {('resnet18', 'acnet'): 'ACNets', ('resnet18', 'orepa'): 'OREPA'}.get(setting[:2])
     found = [name and paper_value(('4', (name,), row)) for row in rows]
     return [v and v/100 for v in found]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from .kernel import (Kernel, add_kernels, common_groups, compose, expand_groups, fold_bn, identity_kernel, scale_kernel, show_size)
 from .norm import (STATISTICS, Batch, Calibration, Signal, Statistics, advance, check_count, convolve_signal, counted, frame_pad, measure_statistics,
                        moments, pass_kernel, update_running)
+from .small import pair
 
 # %% ../nbs/03_branch.ipynb #c18890d3
 class Branch(nn.Module):
@@ -48,10 +49,10 @@ class Branch(nn.Module):
 # %% ../nbs/03_branch.ipynb #9f584fce
 def as_pair(n, what:str='kernel_size')->tuple:
     "A size given as a number or as two"
-    pair = tuple(n) if isinstance(n, (tuple, list)) else (n, n)
-    if len(pair) != 2 or not all(isinstance(i, int) and i > 0 for i in pair):
+    size = pair(n)
+    if len(size) != 2 or not all(isinstance(i, int) and i > 0 for i in size):
         raise ValueError(f'{what} must be a positive whole number or two of them, got {n!r}')
-    return pair
+    return size
 
 UNSUPPORTED = dict( # argument -> its neutral value, and what to do instead of another
     stride=(1, 'a branch has no stride of its own, also not inside a sequence: give it to the layer, RepConv2d(branch, stride=...)'),

@@ -8,11 +8,11 @@ __all__ = ['POOL', 'MODULES', 'SAME', 'HANDLERS', 'CLIPS', 'OPSET', 'IR_VERSION'
            'operation', 'Writer', 'handles', 'pair', 'pads', 'attributes_of', 'conv_attributes', 'named', 'pooling',
            'reshaped', 'clip_bounds', 'Quantization', 'find_quantizers', 'write_quantizer', 'write_weight',
            'write_windows', 'write_sum', 'write_layer', 'needed_users', 'label_calls', 'write_node', 'supported',
-           'write_graph', 'check_evaluating', 'check_example', 'write_aside', 'export_onnx', 'onnx_session', 'run_onnx',
+           'write_graph', 'check_evaluating', 'check_example', 'export_onnx', 'onnx_session', 'run_onnx',
            'executed_ops']
 
 # %% ../nbs/10_deploy.ipynb #cfccb0c4
-import copy, json, operator, os, tempfile
+import copy, json, operator, tempfile
 from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import fx, nn, Tensor
 import torch.nn.functional as F
+from .files import write_whole
 from .qat import FrozenQuantizer, merge, quantizable_layers
 
 # %% ../nbs/10_deploy.ipynb #778beb2f
@@ -506,16 +507,6 @@ def check_example(example:Tensor):
         got = f'{tuple(example.shape)} of {example.dtype}' if isinstance(example, Tensor) else type(example).__name__
         raise ValueError(f'example must be a floating point batch such as torch.randn(1, 3, 64, 64), got {got}')
 
-def write_aside(path, data:bytes)->Path:
-    "Write a file whole or not at all"
-    path = Path(path)
-    aside = path.with_name(f'.{path.name}.{os.getpid()}')
-    try:
-        aside.write_bytes(data)
-        os.replace(aside, path)
-    finally: aside.unlink(missing_ok=True)
-    return path
-
 # %% ../nbs/10_deploy.ipynb #bec87bf0
 OPSET, IR_VERSION = 21, 10 # the first with 4-bit integers
 
@@ -537,7 +528,7 @@ def export_onnx(
     model = w.helper.make_model(graph, opset_imports=[w.helper.make_opsetid('', OPSET)], ir_version=IR_VERSION, producer_name='repq')
     w.helper.set_model_props(model, {'repq.layers': json.dumps(w.layers)})
     optional('onnx.checker').check_model(model, full_check=True)
-    return write_aside(path, model.SerializeToString())
+    return write_whole(path, model.SerializeToString())
 
 # %% ../nbs/10_deploy.ipynb #8c66abcf
 def onnx_session(

@@ -6,7 +6,7 @@
 __all__ = ['packages', 'COLORS', 'STEP_LABEL', 'page_faults', 'keep_memory', 'best_device', 'milliseconds', 'summarize',
            'interleaved', 'relative', 'judge', 'saved_bytes', 'allocated_bytes', 'cpu_model', 'package_version',
            'compiler_version', 'environment', 'conditions', 'overheard', 'as_json', 'make_record', 'save_bench',
-           'write_record', 'write_whole', 'read_bench', 'show_column', 'markdown', 'measured_where', 'record_markdown',
+           'write_record', 'read_bench', 'show_column', 'markdown', 'measured_where', 'record_markdown',
            'targets_markdown', 'bar_color', 'marks_of', 'bar_panel', 'bar_figure', 'save_figure']
 
 # %% ../nbs/18_measuring.ipynb #c0de0003
@@ -18,6 +18,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from . import quantizer
+from .files import write_json, write_whole
 
 # %% ../nbs/18_measuring.ipynb #df2c4494
 _kept = dict(memory=False)
@@ -232,15 +233,7 @@ def save_bench(
 
 def write_record(record:dict, folder='results/bench')->Path:
     "Write a record to the file of its name, whole or not at all"
-    return write_whole(Path(folder)/f'{record["name"]}.json', (json.dumps(record, indent=1, allow_nan=False) + '\n').encode())
-
-def write_whole(path:Path, data:bytes)->Path:
-    "Write a file so that it appears whole or not at all"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f'.{path.name}.{os.getpid()}')
-    aside.write_bytes(data)
-    os.replace(aside, path)
-    return path
+    return write_json(Path(folder)/f'{record["name"]}.json', record, parents=True)
 
 def read_bench(
     folder='results/bench',
@@ -360,4 +353,4 @@ def save_figure(fig, path)->Path:
     from io import BytesIO
     data = BytesIO()
     fig.savefig(data, format='png', metadata={'Software': None})
-    return write_whole(Path(path), data.getvalue())
+    return write_whole(path, data.getvalue(), parents=True)

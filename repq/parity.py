@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
+from .files import write_whole
 from .qat import FrozenQuantizer, merge, quantizable_layers
-from .deploy import IR_VERSION, OPSET, check_evaluating, code_range, integer_parameters, onnx_session, optional, run_onnx, write_aside
+from .deploy import IR_VERSION, OPSET, check_evaluating, code_range, integer_parameters, onnx_session, optional, run_onnx
 
 # %% ../nbs/13_parity.ipynb #f58f71b9
 GIVEN = '@given' # marks what a cut model is fed
@@ -268,7 +269,7 @@ def to_json(self:Parity)->str:
 
 def save(self:Parity, path)->Path:
     "Write the certificate, whole or not at all"
-    return write_aside(path, (self.to_json() + '\n').encode())
+    return write_whole(path, self.to_json() + '\n')
 
 def cells(self:Parity):
     "The table as text: a header, then the stations"

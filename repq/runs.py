@@ -7,11 +7,11 @@ __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'O
            'PRELOAD', 'EFFORT', 'STATISTICS_EFFORT', 'V100', 'OVERHEAD', 'BN_OVERHEAD', 'digest', 'experiments',
            'syntax', 'notebook_code', 'code_hash', 'Run', 'spec_key', 'recipes', 'settings_for', 'Cell', 'classifier',
            'methods_of', 'table_2', 'super_resolution', 'table_3', 'table_4', 'side_table', 'cells', 'graph',
-           'draw_graph', 'sha256', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'write_json', 'die_with',
-           'kernel_main', 'Forked', 'forkserver', 'can_fork', 'kernel_manager', 'check_parameters', 'parameters',
-           'check_parent', 'Outcome', 'make_portable', 'complete', 'execute', 'reason', 'effort', 'seconds_left',
-           'Batch', 'clock', 'Board', 'read_progress', 'stop_kernels', 'set_aside', 'settle', 'run_batch', 'reproduce',
-           'open_executor', 'limited', 'load_network', 'data_of', 'macs_of', 'gpu_hours']
+           'draw_graph', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'die_with', 'kernel_main', 'Forked',
+           'forkserver', 'can_fork', 'kernel_manager', 'check_parameters', 'parameters', 'check_parent', 'Outcome',
+           'make_portable', 'complete', 'execute', 'reason', 'effort', 'seconds_left', 'Batch', 'clock', 'Board',
+           'read_progress', 'stop_kernels', 'set_aside', 'settle', 'run_batch', 'reproduce', 'open_executor', 'limited',
+           'load_network', 'data_of', 'macs_of', 'gpu_hours']
 
 # %% ../nbs/20_runs.ipynb #6b08fcd4
 import ast, hashlib, json, logging, os, shutil, signal, sys, tempfile, time, weakref
@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
+from .files import sha256, write_json
 
 # %% ../nbs/20_runs.ipynb #84183fc2
 NOTEBOOKS = dict(classify='classify.ipynb', super_resolution='super_resolution.ipynb', time='time.ipynb')
-MODULES = 'kernel norm branch quantizer native layer blocks models data qat learner training'.split() # what a training depends on
+MODULES = 'files small kernel norm branch quantizer native layer blocks models data qat learner training'.split() # what a training depends on
 
 def digest(text:str, n:int)->str:
     "The first `n` hexadecimal digits of a hash"
@@ -158,6 +159,7 @@ class Cell:
     beyond:bool = False # ours, beyond the paper
     why:str = ''        # why there is no run
 
+# %% ../nbs/20_runs.ipynb #5d9564fb
 MODELS = {'RepVGG-A0': ('repvgg_a0', 'repvgg', 'repvgg'), 'RepVGG-B0': ('repvgg_b0', 'repvgg', 'repvgg'),
           'AC-ResNet-18': ('resnet18', 'acnet', 'acnet'), 'OREPA-ResNet-18': ('resnet18', 'orepa', 'orepa')} # name in the paper -> model, block, recipe
 OREPA_BITS = {'stem': [8, 8], 'head': [8, 8]} # also of the plain network that OREPA is compared with
@@ -171,6 +173,7 @@ def classifier(profile, seed, name, strategy, statistics='', bits=32, block=None
     parent = None if strategy == 'fp' else classifier(profile, seed, name, 'fp', fp_statistics, block=block)
     return Run('classify', model, block, strategy, bits, seed, profile, settings_for(profile, recipe, strategy, bits, changes), statistics, parent)
 
+# %% ../nbs/20_runs.ipynb #5d9564fd
 def methods_of(name:str)->dict: # method -> {column: arguments of `classifier`}, whether it is ours
     "The rows of Table 2 for a model; those beyond the paper last"
     exact = '' if name == 'OREPA-ResNet-18' else 'batch'
@@ -280,13 +283,6 @@ def draw_graph(runs)->str: # SVG
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="{y}" viewBox="0 0 560 {y}">{"".join(lines)}</svg>'
 
 # %% ../nbs/20_runs.ipynb #9f93db8b
-def sha256(path)->str:
-    "A file's content as a hash"
-    h = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while block := f.read(2**20): h.update(block)
-    return h.hexdigest()
-
 def read_record(
     folder,        # of a finished run
     weights=False  # check the weights as well
@@ -358,16 +354,6 @@ def read_failure(path)->str:
     "Why a run failed"
     try: return json.loads(Path(path).read_text(encoding='utf-8'))['why']
     except (OSError, ValueError, KeyError): return 'failed, and left no readable reason'
-
-# %% ../nbs/20_runs.ipynb #b3638b13
-def write_json(path, value):
-    "Write a JSON file, whole or not at all"
-    path = Path(path)
-    aside = path.with_name(f'.{path.name}.{os.getpid()}')
-    try:
-        aside.write_text(json.dumps(value, indent=1) + '\n', encoding='utf-8')
-        os.replace(aside, path)
-    finally: aside.unlink(missing_ok=True)
 
 # %% ../nbs/20_runs.ipynb #e574f78b
 PRELOAD = ['repq.training', 'repq.bench', 'matplotlib.pyplot', 'pandas', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'skimage.data', 'sympy', 'torch._dynamo']

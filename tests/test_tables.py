@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 import pytest
 from records import metrics_of, write_all, write_failure, write_run
-from repq import runs, tables
+from repq import evidence, runs, tables
 from repq.tables import FAILS, HOLDS, OPEN, Interval, Results, accuracy, psnr, table
 
 A0_8 = 'RepQ beats Plain and Merged: RepVGG-A0 at 8 bits'
@@ -196,7 +196,7 @@ def test_one_of_many_is_not_enough(monkeypatch):
     assert len(claim.compare) == 12
     for z, expected in ((-2.2, OPEN), (-4., FAILS), (2.2, HOLDS)):
         odd = claim.compare[3]
-        monkeypatch.setattr(tables, 'in_records', lambda c, r: (Interval(z if c is odd else 5., 1.), []))
+        monkeypatch.setattr(evidence, 'in_records', lambda c, r: (Interval(z if c is odd else 5., 1.), []))
         v = tables.judge_claim(claim, results)
         assert v.verdict == expected, z
         if z == -2.2: assert v.why == f'11 of 12 comparisons hold; {odd.what} is against it alone, but not as one of 12'
