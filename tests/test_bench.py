@@ -147,6 +147,8 @@ def test_a_peer_takes_part(monkeypatch):
     with quantizer.use_compiled('auto'):
         quantizer._policy['failed'] = True
         assert measuring.conditions()['path'] == 'eager, compiling failed'
+    for mode, path in ((False, 'eager'), ('native', 'merging in C, the rest eager')): # neither asks torch.compile for anything
+        with quantizer.use_compiled(mode): assert measuring.conditions()['path'] == path
 
 
 @pytest.mark.parametrize('name', bench.PEERS)
