@@ -6,10 +6,10 @@
 __all__ = ['PEERS', 'QUANTIZER_TARGETS', 'METHODS', 'LAYOUTS', 'LATE', 'NAMES', 'STEP_TARGETS', 'MORE_CALIBRATED',
            'MEMORY_TARGETS', 'AXES', 'GROWTH_METHODS', 'CURVES', 'QUANTITIES', 'KERNELS', 'DEPLOY_TARGETS', 'naive_lsq',
            'brevitas_quantizer', 'torchao_quantizer', 'find_peers', 'quantizer_candidates', 'bench_quantizer',
-           'methods_for', 'compared_networks', 'step_networks', 'training_step', 'at_step', 'candidate_steps',
-           'compose_rows', 'measure_steps', 'Setting', 'step_targets', 'paper_ratios', 'bench_step', 'step_memory',
-           'bench_memory', 'branch_chain', 'growth_point', 'bench_growth', 'growth_figure', 'kernel_share',
-           'deployed_files', 'bench_deploy']
+           'methods_for', 'as_trained', 'compared_networks', 'step_networks', 'training_step', 'at_step',
+           'candidate_steps', 'compose_rows', 'measure_steps', 'Setting', 'step_targets', 'paper_ratios', 'bench_step',
+           'step_memory', 'bench_memory', 'branch_chain', 'growth_point', 'bench_growth', 'growth_figure',
+           'kernel_share', 'deployed_files', 'bench_deploy']
 
 # %% ../nbs/22_bench.ipynb #ef0666e8
 import copy, gc, json, tempfile
@@ -117,6 +117,12 @@ def methods_for(net)->list: # keys of METHODS
     exact = hasattr(net, 'exact_norms') and net.exact_norms()
     return [m for m in METHODS if m != 'RepQ' and (exact or m != 'RepQ-BNEst, all')]
 
+def as_trained(net):
+    "Put a network in the mode it is trained in before quantization: branch by branch, blocks without norms inside merged online"
+    for l in net.modules():
+        if isinstance(l, RepConv2d): l.mode = 'branches' if l.branch.has_norm else 'merged'
+    return net
+
 def compared_networks(
     make,         # plain:bool -> a new network, without or with branches
     bits:int=4,
@@ -129,7 +135,7 @@ def compared_networks(
             for l in net.modules():
                 if isinstance(l, RepConv2d): l.statistics = 'estimate'
         return net
-    found = {'FP Plain': make(True), 'FP Re-parametrized': make(False), 'QAT Plain': quantize(make(True), bits, bits)}
+    found = {'FP Plain': make(True), 'FP Re-parametrized': as_trained(make(False)), 'QAT Plain': quantize(make(True), bits, bits)}
     return found | {f'QAT {m}': quantized(m) for m in (methods_for(found['FP Re-parametrized']) if methods is None else methods)}
 
 # %% ../nbs/22_bench.ipynb #b7a10031

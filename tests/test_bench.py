@@ -99,6 +99,15 @@ def test_estimate_everywhere_and_as_in_the_paper():
     assert 'RepQ-BNEst, all' not in bench.methods_for(branch_chain(2, 8)) and bench.methods_for(bench.build_model('resnet18', block='orepa', width=.125)) == ['RepQ']
 
 
+def test_full_precision_is_trained_as_its_authors_do():
+    "Branches where a norm needs them, one merged kernel where none does; `repq reproduce` trains the same way"
+    from repq.training import full_precision_network
+    def modes(net): return {n: l.mode for n, l in net.named_modules() if isinstance(l, RepConv2d) and type(l.branch).__name__ == 'Sum'}
+    for block, mode in dict(acnet='branches', repvgg='branches', orepa='merged', ecb='merged').items():
+        net = step_networks(block, methods=(), width=.125, n_classes=10)['FP Re-parametrized']
+        assert set(modes(net).values()) == {mode} and modes(net) == modes(full_precision_network('resnet18', block, width=.125, n_classes=10)), block
+
+
 # -- targets
 
 def test_targets():
