@@ -6,20 +6,25 @@
 __all__ = ['PEERS', 'QUANTIZER_TARGETS', 'METHODS', 'LAYOUTS', 'LATE', 'NAMES', 'STEP_TARGETS', 'MORE_CALIBRATED',
            'MEMORY_TARGETS', 'AXES', 'GROWTH_METHODS', 'CURVES', 'QUANTITIES', 'KERNELS', 'DEPLOY_TARGETS', 'naive_lsq',
            'brevitas_quantizer', 'torchao_quantizer', 'find_peers', 'quantizer_candidates', 'bench_quantizer',
-           'methods_for', 'compared_networks', 'step_networks', 'training_step', 'at_step', 'candidate_steps',
-           'compose_rows', 'measure_steps', 'Setting', 'step_targets', 'paper_ratios', 'bench_step', 'step_memory',
-           'bench_memory', 'branch_chain', 'growth_point', 'bench_growth', 'growth_figure', 'kernel_share',
-           'deployed_files', 'bench_deploy']
+           'methods_for', 'as_trained', 'compared_networks', 'step_networks', 'training_step', 'at_step',
+           'candidate_steps', 'long_run', 'compose_rows', 'backward_flops', 'multiplications', 'count_steps',
+           'measure_steps', 'Setting', 'step_targets', 'paper_ratios', 'bench_step', 'step_memory', 'bench_memory',
+           'branch_chain', 'growth_point', 'bench_growth', 'growth_figure', 'kernel_share', 'deployed_files',
+           'bench_deploy']
 
 # %% ../nbs/22_bench.ipynb #ef0666e8
 import copy, gc, json, tempfile
+from contextlib import nullcontext
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import nn
-from . import quantizer
+from torch.utils.flop_counter import FlopCounterMode
+from . import layer, quantizer
 from .norm import Calibration, interval
 from .branch import Conv, Norm, Sum
 from .quantizer import LSQ, gradient_factor, int_range, use_compiled
@@ -117,6 +122,12 @@ def methods_for(net)->list: # keys of METHODS
     exact = hasattr(net, 'exact_norms') and net.exact_norms()
     return [m for m in METHODS if m != 'RepQ' and (exact or m != 'RepQ-BNEst, all')]
 
+def as_trained(net):
+    "Put a network in the mode it is trained in before quantization: branch by branch, blocks without norms inside merged online"
+    for l in net.modules():
+        if isinstance(l, RepConv2d): l.mode = 'branches' if l.branch.has_norm else 'merged'
+    return net
+
 def compared_networks(
     make,         # plain:bool -> a new network, without or with branches
     bits:int=4,
@@ -129,7 +140,7 @@ def compared_networks(
             for l in net.modules():
                 if isinstance(l, RepConv2d): l.statistics = 'estimate'
         return net
-    found = {'FP Plain': make(True), 'FP Re-parametrized': make(False), 'QAT Plain': quantize(make(True), bits, bits)}
+    found = {'FP Plain': make(True), 'FP Re-parametrized': as_trained(make(False)), 'QAT Plain': quantize(make(True), bits, bits)}
     return found | {f'QAT {m}': quantized(m) for m in (methods_for(found['FP Re-parametrized']) if methods is None else methods)}
 
 # %% ../nbs/22_bench.ipynb #b7a10031
@@ -184,18 +195,23 @@ def candidate_steps(
     return found
 
 # %% ../nbs/22_bench.ipynb #b7a10016
+def long_run(ordinary, measuring): # times, or counts
+    "A step of a calibrated network on average, late in a training"
+    every = interval(LATE)
+    return ((every - 1)*ordinary + measuring)/every
+
 def compose_rows(
     table:pd.DataFrame, # of `interleaved`
     parts:dict          # name -> names of its parts
 )->pd.DataFrame: # with `attrs['baseline']`: stage -> layout of the faster plain network, and `attrs['parts']`
     "Add the rows that are made of others: the faster layout of a plain network, 15 ordinary steps and a measuring one of a calibrated one"
     times, faults = ({k: t[k] for k in t} for t in (table.attrs['rounds'], table.attrs['faults']))
-    baseline, every = {}, interval(LATE)
+    baseline = {}
     for name, own in parts.items():
         own = list(own)
         if own == [name]: continue
         if name.endswith('calibrated'):
-            for t in (times, faults): t[name] = ((every - 1)*t[own[0]] + t[own[1]])/every
+            for t in (times, faults): t[name] = long_run(t[own[0]], t[own[1]])
         else:
             faster = min(own, key=lambda n: times[n].median())
             baseline[name.split()[0]] = faster.removeprefix(f'{name}, ')
@@ -205,20 +221,43 @@ def compose_rows(
     made.attrs.update(baseline=baseline, parts=[n for n in order if n not in parts])
     return made
 
+# %% ../nbs/22_bench.ipynb #b7a10072
+def backward_flops(by_y, x, weight, bias, stride, padding, dilation, transposed, extra, groups, mask, **_)->int: # shapes; mask: which gradients are asked for
+    "Operations in the backward pass of a convolution: for each of two gradients as many as forward"
+    return 2*prod(x if transposed else by_y)*prod(weight[1:])*sum(mask[:2])
+
+def multiplications(f)->int: # f: function without arguments
+    "Multiplications of a call in convolutions and matrix products, backward included"
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: backward_flops})
+    with use_compiled(False), patch.object(layer, 'forgotten', lambda *_: nullcontext()), counter: f()
+    return counter.get_total_flops()//2
+
+def count_steps(
+    steps:dict # of `candidate_steps`
+)->dict: # row of the table -> multiplications
+    "Multiplications of a step of each candidate and of its parts"
+    found = {}
+    for name, own in steps.items():
+        parts = {part: multiplications(f) for part, f in own.items()}
+        found |= {name: long_run(*parts.values()) if name.endswith('calibrated') else max(parts.values())} | parts # layouts differ in nothing
+    return found
+
 # %% ../nbs/22_bench.ipynb #b7a10019
 def measure_steps(nets:dict, x, y, rounds:int=9, layout:str='channels-last', on_round=None)->pd.DataFrame:
-    "Training steps of networks that take turns, relative to the plain ones"
+    "Time and operations of training steps, relative to the plain networks; the steps take turns"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with overheard() as said:
             steps = candidate_steps(nets, x, y, layout)
             table = interleaved({n: f for own in steps.values() for n, f in own.items()}, rounds, warmup=1, on_round=on_round)
+            counts = count_steps(steps) # now that no clock runs
     finally: torch.set_num_threads(threads)
     table = compose_rows(table, steps)
     for stage in dict.fromkeys(n.split()[0] for n in nets):
         rows = [n for n in table.index if n.startswith(stage)]
         table.loc[rows, ['relative', 'low', 'high']] = relative(table, f'{stage} Plain').loc[rows].values
+        table.loc[rows, 'operations'] = [counts[n]/counts[f'{stage} Plain'] for n in rows]
     table.attrs.update(notes=said, layout=layout)
     return table
 
@@ -359,7 +398,7 @@ def bench_growth(
     for i, v in enumerate(values):
         t = growth_point(axis, v, on_round=on_round and (lambda j, n: on_round(i*n + j, len(values)*n)), **kwargs)
         for name in [n for n in t.index if n.split(' ', 1)[1] in ('Plain', 'Re-parametrized', *GROWTH_METHODS)]:
-            rows[f'{axis} {v:g}, {name}'] = {axis: v, 'candidate': name, **t.loc[name, ['median ms', 'spread', 'relative', 'low', 'high']]}
+            rows[f'{axis} {v:g}, {name}'] = {axis: v, 'candidate': name, **t.loc[name, ['median ms', 'spread', 'relative', 'low', 'high', 'operations']]}
             rounds[f'{axis} {v:g}, {name}'] = t.attrs['rounds'][name]
         notes += [n for n in t.attrs['notes'] if n not in notes]
     table = pd.DataFrame(rows.values(), index=rows.keys())

@@ -181,8 +181,9 @@ def environment()->dict:
 def conditions()->dict:
     "How this process measures now: threads, path, memory"
     policy = quantizer._policy
-    path = {True: 'compiled', False: 'eager', 'auto': 'compiled where it pays off'}[policy['mode']]
-    return dict(threads=torch.get_num_threads(), path='eager, compiling failed' if policy['failed'] and policy['mode'] else path, keep_memory=_kept['memory'], device=best_device())
+    path = {True: 'compiled', False: 'eager', 'native': 'merging in C, the rest eager', 'auto': 'compiled where it pays off'}[policy['mode']]
+    failed = policy['failed'] and policy['mode'] in (True, 'auto') # the others do not use torch.compile
+    return dict(threads=torch.get_num_threads(), path='eager, compiling failed' if failed else path, keep_memory=_kept['memory'], device=best_device())
 
 # %% ../nbs/18_measuring.ipynb #b7a1000f
 @contextmanager

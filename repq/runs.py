@@ -97,7 +97,7 @@ PROFILES = {
     'paper': "ImageNet and DIV2K, the paper's networks and its Table S1; GPUs"}
 SEEDS = dict(smoke=1, cpu=3, paper=1)
 
-_short = dict(optimizer='sgd', schedule='one_cycle', warmup=0, weight_decay=1e-4, label_smoothing=0., lr=0.1, lr_quantized=0.02, threads=1, compiled=False)
+_short = dict(optimizer='sgd', schedule='one_cycle', warmup=0, weight_decay=1e-4, label_smoothing=0., lr=0.1, lr_quantized=0.02, threads=1, compiled='native')
 _digits = dict(_short, data='digits', batch_size=64)
 _cifar = dict(_short, data='cifar10', batch_size=128, epochs=10, epochs_quantized=5, loader=dict(n_train=20_000, n_valid=10_000))
 _imagenet = dict(data='imagenet', threads=0, compiled=True, loader=dict(size=224))
@@ -107,7 +107,7 @@ SETTINGS = {
         'acnet': dict(_digits, epochs=5, epochs_quantized=2, network=dict(width=0.125, depth=0.5, small_input=True, in_channels=1)),
         'ecbsr': dict(data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=12, epochs_quantized=3, optimizer='adam', schedule='one_cycle', weight_decay=0.,
                       lr=6e-3, lr_quantized=3e-3, threads=1, compiled=False, warm_bits=4, warm_epochs=1),
-        'time': dict(batch=4, size=32, rounds=7, network=dict(width=0.125, n_classes=10), threads=1, compiled=False)},
+        'time': dict(batch=16, size=128, rounds=9, network=dict(width=0.25, n_classes=10), threads=1, compiled=True)},
     'cpu': {
         'repvgg': dict(_cifar, network=dict(width=0.25, depth=0.5, small_input=True)),
         'acnet': dict(_cifar, network=dict(width=0.25, small_input=True)),

@@ -76,7 +76,7 @@ def caption(number:str, results:Results, measured:list)->str:
     if number == '3' and k.get('stand_ins'):
         text.append('Ours: no benchmark sets in this profile, each column is a photograph that stands in: ' + ', '.join(f'{s}: {p}' for s, p in k['stand_ins'].items()) + '.')
     elif number == '3' and k: text.append('Ours: ' + ', '.join(f'{s}: {n} images' for s, n in k['images'].items()) + '.')
-    if number == '4' and k: text.append(f'Ours: median of {k["rounds"]} rounds in turns, ± its standard error, batch of shape {"×".join(map(str, k["shape"]))}.')
+    if number == '4' and k: text.append(f'Ours: median of {k["rounds"]} rounds in turns, ± its standard error, batch of shape {"×".join(map(str, k["shape"]))}. FP Re-parametrized runs every branch of ACNets, and one merged convolution of OREPA, as their authors do.')
     counts = {len(m.values) for m in measured if m.values and number != '4'}
     if counts - {1}: text.append(f'± is the standard deviation over {max(counts)} seeds.')
     if 1 in counts: text.append('One seed: ± is ' + ('the binomial standard error of the validation set; the luck of training is not in it.' if 'valid_size' in k else

@@ -7,6 +7,7 @@ from torch import nn
 from repq import bench, measuring, quantizer
 from repq.bench import LAYOUTS, LATE, Setting, at_step, bench_quantizer, bench_step, branch_chain, candidate_steps, compared_networks, compose_rows, find_peers, step_networks, step_targets
 from repq.cli import ABOUT, main
+from repq.branch import Conv, Norm, Seq
 from repq.layer import RepConv2d
 from repq.measuring import allocated_bytes, interleaved, judge, make_record, measured_where, read_bench, record_markdown, relative, save_bench, saved_bytes, summarize, targets_markdown
 from repq.norm import Calibration, interval
@@ -99,6 +100,58 @@ def test_estimate_everywhere_and_as_in_the_paper():
     assert 'RepQ-BNEst, all' not in bench.methods_for(branch_chain(2, 8)) and bench.methods_for(bench.build_model('resnet18', block='orepa', width=.125)) == ['RepQ']
 
 
+def test_full_precision_is_trained_as_its_authors_do():
+    "Branches where a norm needs them, one merged kernel where none does; `repq reproduce` trains the same way"
+    from repq.training import full_precision_network
+    def modes(net): return {n: l.mode for n, l in net.named_modules() if isinstance(l, RepConv2d) and type(l.branch).__name__ == 'Sum'}
+    for block, mode in dict(acnet='branches', repvgg='branches', orepa='merged', ecb='merged').items():
+        net = step_networks(block, methods=(), width=.125, n_classes=10)['FP Re-parametrized']
+        assert set(modes(net).values()) == {mode} and modes(net) == modes(full_precision_network('resnet18', block, width=.125, n_classes=10)), block
+
+
+# -- operations
+
+def counted(branch, x, **kwargs):
+    "Multiplications of a training step of one quantized block, initialised before"
+    layer = RepConv2d(branch, **kwargs).quantize(4, 4)
+    def step(): layer(x).sum().backward()
+    step()
+    return bench.multiplications(step)
+
+
+def test_operations_by_hand():
+    "Two pictures of 8 channels at 6×6; a 3×3 convolution to 8 channels, three times: forward, by input (for the quantizer's step) and by weight"
+    x = torch.randn(2, 8, 6, 6)
+    c = 2*6*6 * 8*8 * 9
+    assert counted(Conv(8, 8, 3), x) == 3*c
+    assert counted(Conv(8, 8, 3), x, stride=2) == 3*c//4 and counted(Conv(8, 8, 3, groups=4), x) == 3*c//4, 'PyTorch itself counts 4 times too much for the weight of 4 groups'
+    assert counted(Norm(Conv(8, 8, 3)), x) == 3*c + 2*c, 'exact statistics: forward and by weight, the picture has no gradient'
+    assert counted(Norm(Conv(8, 8, 3)), x, statistics='estimate') == 3*c
+    merge = 8*8*8 * 9 # a 1×1 convolution into a 3×3, as a matrix product
+    assert counted(Seq(Conv(8, 8, 1), Conv(8, 8, 3)), x) == 3*c + 3*merge, 'merged once, not again in the backward pass'
+    wide = 8*8*8 * 9*9 # two 3×3 into one 5×5, a transposed convolution of kernels
+    assert counted(Seq(Conv(8, 8, 3), Conv(8, 8, 3)), x) == 3*c*25//9 + 3*wide
+
+
+def test_operations_of_steps(monkeypatch):
+    "The counts of the table: relative to plain of the same stage, calibrated composed like its time, counted when all is measured"
+    when, timed = [], bench.interleaved
+    monkeypatch.setattr(bench, 'interleaved', lambda *args, **kwargs: (timed(*args, **kwargs), when.append('timed'))[0])
+    count = bench.multiplications
+    monkeypatch.setattr(bench, 'multiplications', lambda f: when.append('counted') or count(f))
+    with quantizer.use_compiled('native'):
+        nets = compared_networks(lambda plain: branch_chain(0 if plain else 2, 8, blocks=2), methods=['RepQ-BN', 'RepQ-BNEst', 'RepQ-calibrated'])
+        t = bench.measure_steps(nets, torch.randn(2, 8, 6, 6), torch.randint(10, (2,)), rounds=1)
+    assert when == ['timed'] + ['counted']*(len(t) - 3), 'one step for each part, none for the composed rows'
+    c, linear = 2*6*6 * 8*8 * 9, 3*2*8*10
+    plain = 6*c + linear
+    assert t.operations['QAT Plain'] == t.operations['QAT Plain, contiguous'] == t.operations['FP Plain'] == t.operations['QAT RepQ-BNEst'] == 1
+    assert t.operations['FP Re-parametrized'] == pytest.approx((2*5*c + linear)/(5*c + linear)), 'the first layer has no gradient of its input'
+    assert t.operations['QAT RepQ-BN'] == pytest.approx((plain + 2*5*c)/plain), 'a convolution for each of two norms, in the first layer without the gradient of the picture'
+    assert t.operations['QAT RepQ-calibrated'] == pytest.approx((15*t.operations[ORDINARY] + t.operations[MEASURING])/16)
+    assert t.operations[MEASURING] - t.operations[ORDINARY] == pytest.approx(4*c/plain), 'four convolutions more, forward only'
+
+
 # -- targets
 
 def test_targets():
@@ -147,6 +200,8 @@ def test_a_peer_takes_part(monkeypatch):
     with quantizer.use_compiled('auto'):
         quantizer._policy['failed'] = True
         assert measuring.conditions()['path'] == 'eager, compiling failed'
+    for mode, path in ((False, 'eager'), ('native', 'merging in C, the rest eager')): # neither asks torch.compile for anything
+        with quantizer.use_compiled(mode): assert measuring.conditions()['path'] == path
 
 
 @pytest.mark.parametrize('name', bench.PEERS)
@@ -169,7 +224,8 @@ def test_record_has_everything(tmp_path):
     ordinary, measuring, whole = (record['rounds'][k] for k in (ORDINARY, MEASURING, 'QAT RepQ-calibrated'))
     assert whole == pytest.approx([(15*a + b)/16 for a, b in zip(ordinary, measuring)])
     assert record['setting'] == dict(model='resnet18', block='acnet', size=16, batch=2, width=.125) and record['layout'] == 'contiguous'
-    assert {'median ms', 'spread', 'relative', 'low', 'high', 'must', 'aim', 'met', 'paper'} <= set(record['columns']) and record['rows']['QAT RepQ-BNEst']['paper'] == 1.5
+    assert {'median ms', 'spread', 'relative', 'low', 'high', 'operations', 'must', 'aim', 'met', 'paper'} <= set(record['columns']) and all(row['operations'] >= 1 for row in record['rows'].values())
+    assert 'operations' in record_markdown(record).splitlines()[0] and record['rows']['QAT RepQ-BNEst']['paper'] == 1.5
     assert record['rows']['QAT RepQ-BNEst']['must'] is None, 'a target is for the full network only'
     assert record['conditions']['path'] == 'eager' and not re.search(r'"[^"]*/(usr|bin|home|root|work)/', json.dumps(record)), 'no path of a machine'
 
@@ -230,7 +286,8 @@ def test_all_writes_everything(monkeypatch, tmp_path, capsys):
         kind = name.split('-')[0]
         assert r['command'] == f'repq bench {kind} --quick --eager --rounds 1' and r['quick'] and r['conditions']['threads'] == 1 and r['rows'] and any('mean nothing' in n for n in r['notes'])
         assert kind == 'memory' or r['rounds']
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert sum('operations' in line and 'relative' in line for line in out.splitlines()) == 4, 'two tables of steps, two of growth'
     assert [line.split(':')[0] for line in err.splitlines() if re.search(r': \d+ s$', line)] == ['quantizer', 'deploy', 'memory', 'memory', 'step', 'step', 'growth', 'growth']
     assert (torch.get_num_threads(), quantizer._policy['mode']) == (threads, mode)
 

@@ -20,28 +20,35 @@ def family(**changes):
     return [short(r, **changes) for r in (plain, R.super_resolution('smoke', 0, 'plain', 8), R.super_resolution('smoke', 0, 'plain', 4))]
 
 
+def classifiers():
+    "A parent and its child, whose blocks are merged in C"
+    child = R.classifier('smoke', 0, 'RepVGG-A0', 'repq', 'estimate', 4)
+    parent = replace(child.parent, settings=child.parent.settings | dict(epochs=1))
+    return [parent, replace(child, parent=parent, settings=child.settings | dict(epochs=4))]
+
+
 CODE = '''
 import sys
 sys.path.insert(0, sys.argv[1])
-from tests.test_runs import family
+from tests import test_runs
 from repq.runs import run_batch
 if __name__ == '__main__':
-    batch = run_batch(family(), sys.argv[2], workers=2, live=False, scheduler=sys.argv[3] or None)
+    batch = run_batch(getattr(test_runs, sys.argv[4])(), sys.argv[2], workers=2, live=False, scheduler=sys.argv[3] or None)
     sys.exit(any(o.state != 'done' for o in batch.outcomes.values()))
 '''
 
 
-def start(root, scheduler=''):
+def start(root, scheduler='', runs=family):
     script = Path(root).parent/'driver.py'
     script.write_text(CODE)
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    return subprocess.Popen([sys.executable, str(script), str(ROOT), str(root), scheduler], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen([sys.executable, str(script), str(ROOT), str(root), scheduler, runs.__name__], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
-def results(root):
+def results(root, runs=family):
     "What must not depend on how a batch came about: metrics, history and the bytes of the weights"
     found = {}
-    for r in family():
+    for r in runs():
         record = R.read_record(Path(root)/'smoke'/r.id, weights=True)
         found[r.id] = record['metrics'], record['history'], record['weights']['sha256']
     return found
@@ -121,6 +128,39 @@ def test_kill_9_and_again(undisturbed, tmp_path, moment):
     if stamp: assert (store.done(parent)/'record.json').stat().st_mtime_ns == stamp, 'a finished run was done twice'
     sessions = R.read_record(store.done(child if moment == 'in a child' else parent))['time']['sessions']
     assert sessions == (1 if moment == 'before the rename' else 2)
+
+
+def test_kill_9_and_again_in_c(tmp_path):
+    "The path of smoke's classifiers: after the kill another process loads the library, and every bit is the same"
+    import torch
+    from repq.native import library
+    if library(torch.float32) is None: pytest.skip('needs a C compiler')
+    parent, child = classifiers()
+    whole, cut = tmp_path/'whole', tmp_path/'cut'
+    assert parent.settings['compiled'] == child.settings['compiled'] == 'native'
+    assert [R.execute(r, whole).state for r in (parent, child)] == ['done', 'done']
+    store = R.Store(cut, 'smoke')
+    shutil.copytree(R.Store(whole, 'smoke').done(parent), store.done(parent))
+    driver = start(cut, runs=classifiers)
+    try: wait_for(lambda: (store.work(child)/'checkpoint.safetensors').exists(), what='an epoch of the child')
+    finally: driver.kill()
+    driver.wait()
+    wait_for(lambda: not R.locked(store.work(child)), 15, 'the kernel to end')
+    assert store.look(child).state == 'interrupted'
+    driver = start(cut, runs=classifiers)
+    out = driver.communicate(timeout=300)[0]
+    assert driver.returncode == 0, out
+    assert results(cut, classifiers) == results(whole, classifiers) and R.read_record(store.done(child))['time']['sessions'] == 2
+    assert R.read_record(store.done(child))['run']['settings']['compiled'] == 'native'
+
+
+def test_paths_of_the_profiles():
+    "Every specification names a path that there is; super-resolution of `cpu` keeps the one its results were made with"
+    from repq.quantizer import use_compiled
+    for run in (r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))):
+        with use_compiled(run.settings['compiled']): pass
+        if run.profile != 'paper': assert run.settings['compiled'] == dict(classify='native', super_resolution=False, time=True)[run.task], run.id
+    assert '06723c0c' == R.super_resolution('cpu', 0, 'fp').key, 'the key of results/cpu'
 
 
 def test_damage_is_named_and_set_aside(undisturbed, tmp_path, capsys):
