@@ -121,7 +121,7 @@ def test_small_maps_are_only_faster():
     with pytest.MonkeyPatch.context() as m:
         ours = run()
         calls = []
-        m.setitem(kernel.small_map, 'positions', 0)
+        m.setitem(kernel.small_map, 'pixels', 0)
         m.setattr(kernel.SmallMap, 'apply', lambda *a: calls.append(a))
         expected = run()
     assert not calls
