@@ -155,10 +155,10 @@ def test_operations_of_steps(monkeypatch):
 # -- targets
 
 def test_targets():
-    t = table_of(**{'QAT Plain': [1.], 'QAT RepQ-BNEst': [1.1], 'QAT RepQ-calibrated': [1.14], 'QAT RepQ-BN': [2.7], 'QAT RepQ-sampled': [1.5]})
+    t = table_of(**{'QAT Plain': [1.], 'QAT RepQ-BNEst': [1.2], 'QAT RepQ-BNEst, all': [1.1], 'QAT RepQ-calibrated': [1.14], 'QAT RepQ-BN': [2.7], 'QAT RepQ-sampled': [1.5]})
     t['relative'] = relative(t, 'QAT Plain')['median']
     judge(t, step_targets(Setting(), t), t.relative)
-    assert t.met.to_dict() == {'QAT Plain': '', 'QAT RepQ-BNEst': 'must', 'QAT RepQ-calibrated': 'aim', 'QAT RepQ-BN': 'no', 'QAT RepQ-sampled': 'aim'}
+    assert t.met.to_dict() == {'QAT Plain': '', 'QAT RepQ-BNEst': 'no', 'QAT RepQ-BNEst, all': 'must', 'QAT RepQ-calibrated': 'aim', 'QAT RepQ-BN': 'no', 'QAT RepQ-sampled': 'aim'}
     assert t.must['QAT RepQ-calibrated'] == pytest.approx(1.15) and t.must.isna()['QAT Plain']
     assert step_targets(Setting(size=64), t) == {'QAT RepQ-BNEst': (1.25, 1.1), 'QAT RepQ-BNEst, all': (1.25, 1.1)} and step_targets(Setting(size=65), t) == {}
     assert step_targets(Setting(block='orepa', batch=48), t) == {'QAT RepQ': (1.35, 1.15)} and step_targets(Setting('repvgg_a0', 'repvgg', 96), t) == {'QAT RepQ-BNEst': (1.25, 1.05)}
