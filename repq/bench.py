@@ -232,6 +232,7 @@ def multiplications(f)->int: # f: function without arguments
     with use_compiled(False), patch.object(layer, 'forgotten', lambda *_: nullcontext()), counter: f()
     return counter.get_total_flops()//2
 
+# %% ../nbs/22_bench.ipynb #b7a10076
 def count_steps(
     steps:dict # of `candidate_steps`
 )->dict: # row of the table -> multiplications
