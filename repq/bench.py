@@ -379,7 +379,7 @@ def branch_chain(
 
 # %% ../nbs/22_bench.ipynb #b7a10023
 def growth_point(axis:str, value, batch:int=16, size:int=64, width:float=1., rounds:int=7, **kwargs)->pd.DataFrame:
-    "Training steps with one quantity set to a value, the others as given"
+    "Training steps with one quantity set to a value, the others as given; branches are added to a chain of blocks at half the size"
     at = dict(batch=batch, size=size, width=width)
     if axis != 'branches': return bench_step('acnet', rounds, methods=GROWTH_METHODS, **at | {axis: value}, **kwargs)
     for k in ('n_classes', 'depth'): kwargs.pop(k, None)

@@ -97,7 +97,7 @@ class RepConv2d(Quantizable):
     def signal(self, x, track=False, norms=None)->Signal: # track: the statistics will be averaged in
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f'expected an input of shape (batch, {self.in_channels}, height, width), got {tuple(x.shape)}')
-        calibrated = [n.calibration for n in (self.norms() if norms is None else norms) if (n.statistics or self.statistics) == 'calibrated']
+        calibrated = [n.calibration for n in (self.norms() if norms is None else norms) if n.bn.training and (n.statistics or self.statistics) == 'calibrated']
         return Signal.of(x, self.padding, stride=self.stride, statistics=self.statistics, measure=any(c.step == 0 or (track and c.due) for c in calibrated), memo={})
 
     def kernel(self,
@@ -204,7 +204,7 @@ def native_norms(branch:Branch)->list: # of Norm, or None
     "The norms of a block that is a sum of normed convolutions and identities"
     parts = list(branch.parts) if isinstance(branch, Sum) else [branch]
     def fits(p):
-        if type(p) is not Norm or not p.bn.affine: return False
+        if type(p) is not Norm or not p.bn.affine or p.bn.running_mean is None: return False
         return type(p.child) is Identity or (type(p.child) is Conv and p.child.bias is None and p.child.groups == branch.groups)
     return parts if all(map(fits, parts)) else None
 
@@ -222,8 +222,8 @@ def native_part(
     if choice == 'calibrated':
         k = norm.child.kernel()
         ratio = norm.calibration.measure(signal, k, estimate_statistics(signal, k).var.detach()) if signal.measure else None
-        return Part(**base, windows=windows, ratio=norm.calibration.ratio if ratio is None else ratio), ratio
-    if skip and signal.pad == (0, 0): mean, var = signal.batch.moments    # what an identity gives is what it gets
+        return Part(**base, windows=windows, ratio=(norm.calibration.ratio if ratio is None else ratio).to(bn.weight.dtype)), ratio
+    if skip and choice == 'batch' and signal.pad == (0, 0): mean, var = signal.batch.moments    # what an identity gives is what it gets
     else: mean, var, *_ = measure_statistics(choice, signal, norm.child.kernel(), norm.calibration)
     return Part(**base, mean=mean, var=var), None
 

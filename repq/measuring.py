@@ -278,7 +278,7 @@ def record_markdown(record:dict, columns=None)->str:
 def targets_markdown(records, value:str='relative')->str:
     "The rows of several records that have a target, as one table in Markdown"
     rows = [(r, name, row) for r in records for name, row in r['rows'].items() if row.get('must') is not None]
-    columns = {c: [row.get(c) for _, _, row in rows] for c in ('median ms', value, 'low', 'high', 'must', 'aim', 'met', 'paper') if any(c in r['columns'] for r in records)}
+    columns = {c: [row.get(c) for _, _, row in rows] for c in ('median ms', value, 'low', 'high', 'operations', 'must', 'aim', 'met', 'paper') if any(c in r['columns'] for r in records)}
     layouts = [r.get('baseline', {}).get('QAT') for r, *_ in rows]
     return markdown([['setting', 'method'], *([r.get('title', r['name']), name.removeprefix('QAT ')] for r, name, _ in rows)], columns | ({'layout of plain QAT': layouts} if any(layouts) else {}))
 

@@ -8,7 +8,7 @@ __all__ = ['HEADER', 'ROWS', 'MERGE', 'FORWARD', 'BACKWARD_LSQ', 'PUT', 'BACKWAR
            'tap_table', 'address', 'structures', 'fill', 'unpack', 'MergeLSQ', 'gradients_like', 'merge_quantize']
 
 # %% ../nbs/04_native.ipynb #3a6cb3f1
-import ctypes, hashlib, os, platform, shutil, subprocess, tempfile, warnings
+import ctypes, hashlib, os, platform, shlex, shutil, subprocess, tempfile, warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -129,7 +129,7 @@ void forward(Block* B, REAL* q, REAL* bias) {
       bias[o] = c;
       for (N k = 0; k < K; k++) {
         merge_tap(B, o, k, f, rows, m);
-        REAL* RES to = B->last ? q + (o*K + k)*I : m;
+        REAL* to = B->last ? q + (o*K + k)*I : m;
         #pragma omp simd
         for (N i = 0; i < I; i++) { REAL v = m[i]/s; v = v < low ? low : v; v = v > high ? high : v; to[i] = RINT(v)*s; }
         if (!B->last) for (N i = 0; i < I; i++) q[(o*I + i)*K + k] = m[i];
@@ -247,8 +247,9 @@ void backward(Block* B, const REAL* by_q, const REAL* by_bias) {
       find_rows(B, o, dot + P, rows);
       for (N b = 0; b < P; b++) {
         const Part* p = B->part + b;
-        r[b] = 1/SQRT(p->var[o] + p->eps);
-        f[b] = p->gamma[o]*r[b];
+        REAL root = SQRT(p->var[o] + p->eps);
+        r[b] = 1/root;
+        f[b] = p->gamma[o]/root;   /* as in the forward pass, to the last bit */
       }
       B->by_step[o] = quantizer_gradient(B, o, f, rows, by_q, d, m, g, dot);
       for (N b = 0; b < P; b++) part_gradient(B, B->part + b, B->at + b*B->taps, o, f[b], r[b], dot[b], by_bias[o], d, rows[b], turn);
@@ -293,7 +294,7 @@ def build(
     said = ''
     for options in OPTIONS:
         aside = folder/f'.{path.name}.{os.getpid()}'
-        command = [compiler, '-x', 'c', '-', *options, '-fno-math-errno', '-fno-trapping-math', '-shared', '-fPIC', *DEFINES[dtype], '-o', str(aside), '-lm']
+        command = [*shlex.split(compiler), '-x', 'c', '-', *options, '-fno-math-errno', '-fno-trapping-math', '-shared', '-fPIC', *DEFINES[dtype], '-o', str(aside), '-lm']
         try: done = subprocess.run(command, input=SOURCE, text=True, capture_output=True, timeout=120)
         except (OSError, subprocess.TimeoutExpired) as e: raise RuntimeError(f'{compiler}: {e}') from None
         if done.returncode == 0:
@@ -436,11 +437,12 @@ def gradients_like(parts, given, var, step)->dict: # part -> weight, gamma, wind
     "Room for all gradients; sums over output channels begin at zero, once for each thread"
     threads = torch.get_num_threads()
     rows = iter(step.new_empty(3*len(parts) + 1, len(step)).unbind(0))
-    by, sums = {None: (var.new_zeros(threads, len(var)), next(rows))}, {} # sums: address of the means of the input -> their gradient
+    by, sums = {None: (var.new_zeros(threads, len(var)), next(rows))}, {} # sums: means of the input, known by address and shape -> their gradient
     for i, (p, g) in enumerate(zip(parts, given)):
         weight = None if p.weight is None else torch.empty_like(p.weight)
-        if not g and address(p.windows) not in sums: sums[address(p.windows)] = var.new_zeros(threads, *p.windows.shape)
-        by[i] = weight, next(rows), None if g else sums[address(p.windows)], next(rows) if g else None, next(rows) if g else None
+        key = None if g else (address(p.windows), p.windows.shape)
+        if key and key not in sums: sums[key] = var.new_zeros(threads, *p.windows.shape)
+        by[i] = weight, next(rows), sums.get(key), next(rows) if g else None, next(rows) if g else None
     return by
 
 def merge_quantize(
@@ -451,6 +453,10 @@ def merge_quantize(
 )->tuple: # weight (out, in/groups, kh, kw), bias (out,), [(mean, variance) of each part]
     "The quantized merged kernel of a sum of convolutions with batch norms, differentiable in all tensors"
     def tidy(t): return t if t is None or (t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)) else t.contiguous()
-    tensors = [tidy(getattr(p, f)) for p in parts for f in FIELDS]
+    tensors, ends = [tidy(getattr(p, f)) for p in parts for f in FIELDS], dict(weight=0, windows=-1)
+    for name, t in [('var', var), *zip(FIELDS*len(parts), tensors)]:   # C would not notice
+        wanted = len(var) if name == 'windows' or t is var else len(step)
+        if t is not None and (t.dtype != step.dtype or t.device.type != 'cpu' or t.shape[ends.get(name, 0)] != wanted):
+            raise ValueError(f'{name} must be {step.dtype} on the CPU, for {wanted} channels, got {t.dtype} on {t.device} of shape {tuple(t.shape)}')
     q, bias, *stats = MergeLSQ.apply(frame, tuple(p.eps for p in parts), var.contiguous(), step.contiguous(), *tensors)
     return q, bias, list(zip(stats[::2], stats[1::2]))

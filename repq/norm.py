@@ -68,8 +68,9 @@ class Batch:
         self.make, self.known = dict(values=values, moments=measure, mean_map=mean_map), {}
 
     def ask(self, what:str, default=None):
-        if what not in self.known: self.known[what] = self.make[what]() if self.make[what] else default()
-        return self.known[what]
+        graph = (what, True) in self.known or torch.is_grad_enabled() # an answer without gradients must not serve somebody who needs them
+        if (what, graph) not in self.known: self.known[what, graph] = self.make[what]() if self.make[what] else default()
+        return self.known[what, graph]
     @property
     def values(self)->Tensor: return self.ask('values')
     @property
@@ -264,6 +265,7 @@ class Calibration(nn.Module):
 
     @torch.no_grad()
     def measure(self, signal, kernel, estimated:Tensor)->Tensor:
+        "The ratio for one batch, kept within reason"
         true = batch_statistics(signal, Kernel(kernel.weight.detach(), kernel.bias.detach(), kernel.groups)).var
         return (true/estimated.clamp_min(torch.finfo(estimated.dtype).tiny)).clamp(1e-3, 1e3)
 

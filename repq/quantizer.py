@@ -224,7 +224,8 @@ class MeasureLSQ(torch.autograd.Function):
         ctx.save_for_backward(x, step, mean)
         ctx.rest = qmin, qmax, factor
         ctx.set_materialize_grads(False)
-        return unflatten(y.reshape(-1), x), mean, var, unflatten(image.reshape(-1), x[:1])
+        image = image.permute(2, 0, 1) if image.ndim == 3 else image.view(x.shape[1:])
+        return unflatten(y.reshape(-1), x), mean, var, image[None]
 
     @staticmethod
     @once_differentiable

@@ -68,7 +68,7 @@ class SmallMap(torch.autograd.Function):
             torch.addmm(part, strips[seen].reshape(-1, kw*c), weights[:, i].reshape(o, -1).T, out=part)
         ctx.save_for_backward(x, weight)
         ctx.rest = stride, padding
-        result = torch.empty((n, o, rows, cols), dtype=x.dtype, memory_format=torch.channels_last)   # not a view: others may go on in place
+        result = torch.empty((n, o, rows, cols), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)   # not a view: others may go on in place
         return result.copy_(y.view(rows, n, cols, o).permute(1, 3, 0, 2))
 
     @staticmethod
@@ -81,7 +81,7 @@ class SmallMap(torch.autograd.Function):
         by_strips, by_weight, rows = torch.zeros_like(strips), weight.new_empty(o, kh, kw, c), list(meets(height, kh, stride[0], padding[0]))
         if len(rows) < kh: by_weight.zero_()
         for i, met, seen in rows:
-            g = grad[met].view(-1, o)
+            g = grad[met].reshape(-1, o)
             torch.mm(g.T, strips[seen].reshape(-1, kw*c), out=by_weight[:, i].view(o, -1))
             by_strips[seen] += (g @ weights[:, i].reshape(o, -1)).view(strips[seen].shape)
         by_x = x.new_zeros(height, len(x), width, c)
@@ -96,7 +96,7 @@ def steps_over(
 )->bool:
     "Is it a 1×1 convolution that PyTorch is better not given with its stride?"
     return (tuple(weight.shape[2:]) == (1, 1) and pair(stride) != (1, 1) and pair(padding) == (0, 0) and groups == 1 and weight.shape[1] % 16 != 0
-            and x.device.type == 'cpu' and not x.is_contiguous())
+            and x.device.type == 'cpu')
 
 # %% ../nbs/00_small.ipynb #5a110a16
 def conv2d(

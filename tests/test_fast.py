@@ -4,6 +4,7 @@ import pytest, torch
 import torch.nn.functional as F
 import repq
 from repq import blocks, kernel, native, quantizer
+from repq.branch import Conv, Norm, Seq, Sum
 from repq.layer import RepConv2d, native_norms
 from repq.norm import STATISTICS
 from repq.quantizer import use_compiled
@@ -161,3 +162,18 @@ def test_a_layer_input_is_not_kept():
         del x
         assert seen() is None
     finally: gc.enable()
+
+
+def test_order_of_statistics():
+    "A calibrated norm that measures without gradients leaves those of its neighbour alone"
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 6, 6, dtype=torch.float64)
+    first, a, b = Conv(4, 8, 1), Norm(Conv(8, 4, 3), statistics='calibrated'), Norm(Conv(8, 4, 3), statistics='batch')
+    def by_first(*parts):
+        layer = RepConv2d(Seq(first, Sum(*parts))).double().train()
+        return torch.autograd.grad(layer.kernel(x).weight.square().sum(), first.weight)[0]
+    assert_same(by_first(a, b), by_first(b, a), 1e-12)
+    b.statistics = 'estimate'
+    expected = by_first(b, a)
+    b.statistics = 'batch'
+    assert (by_first(a, b) - expected).abs().max() > 1e-6, 'the gradient through exact statistics is another one'
