@@ -283,7 +283,7 @@ def targets_markdown(records, value:str='relative')->str:
     return markdown([['setting', 'method'], *([r.get('title', r['name']), name.removeprefix('QAT ')] for r, name, _ in rows)], columns | ({'layout of plain QAT': layouts} if any(layouts) else {}))
 
 # %% ../nbs/18_measuring.ipynb #b7a10029
-COLORS = dict(FP='#9aa5b1', plain='#5b6b7b', repq='#2f7fbf', part='#c9d6e2', must='#c0392b', aim='#2e8b57')
+COLORS = dict(FP='#9aa5b1', plain='#5b6b7b', repq='#2f7fbf', part='#c9d6e2', must='#c0392b', aim='#2e8b57', count='#f0b429')
 
 def bar_color(name:str, parts=())->str:
     "Colour of a candidate"
@@ -291,10 +291,10 @@ def bar_color(name:str, parts=())->str:
     if name.startswith('FP'): return COLORS['FP']
     return COLORS['repq'] if 'repq' in name.lower() or 'bits' in name else COLORS['plain']
 
-def marks_of(record:dict, name:str, value:str)->dict: # low and high quartile, must, aim, paper; None where there is nothing
+def marks_of(record:dict, name:str, value:str)->dict: # low and high quartile, must, aim, paper, operations; None where there is nothing
     "What is drawn beside the bar of one row"
     row = record['rows'][name]
-    if value != 'median ms': return {k: row.get(k) for k in ('low', 'high', 'must', 'aim', 'paper')}
+    if value != 'median ms': return {k: row.get(k) for k in ('low', 'high', 'must', 'aim', 'paper', 'operations')}
     times = pd.Series(record.get('rounds', {}).get(name, [row[value]]), dtype=float)
     return dict(low=times.quantile(.25), high=times.quantile(.75))
 
@@ -316,6 +316,7 @@ def bar_panel(
         if m.get('low') is not None and m['high'] > m['low']: ax.plot([m['low'], m['high']], [i, i], color='black', lw=1.4, solid_capstyle='butt')
         for key in ('must', 'aim'):
             if m.get(key) is not None and (key, m['aim']) != ('aim', m['must']): ax.plot([m[key]]*2, [i - .44, i + .44], color=COLORS[key], lw=2.4, zorder=3)
+        if m.get('operations') is not None: ax.plot(m['operations'], i, '|', color=COLORS['count'], ms=11, mew=2.4)
         if m.get('paper') is not None: ax.plot(m['paper'], i, 'D', mfc='white', mec='black', ms=5, zorder=4)
         ax.text(1.01, i, f'{v:.2f} »' if v > limit else f'{v:.2f}', transform=ax.get_yaxis_transform(), va='center', fontsize=8, color=COLORS['must'] if missed else 'black')
     if value != 'median ms': ax.axvline(1, color='black', lw=.8, ls=':')
@@ -344,8 +345,9 @@ def bar_figure(
         if len(values) > 1 or i + across >= len(panels): ax.set_xlabel(values[panels[i][1]], fontsize=8)
     has = {k for r, v in panels for n in r['rows'] for k, m in marks_of(r, n, v).items() if m is not None}
     marks = dict(low=Line2D([], [], color='black', lw=1.4, label='middle half of the rounds'), must=Line2D([], [], color=COLORS['must'], lw=2.4, label='must'),
-                 aim=Line2D([], [], color=COLORS['aim'], lw=2.4, label='aim'), paper=Line2D([], [], ls='', marker='D', mfc='white', mec='black', ms=5, label='paper, Table 4 (two V100)'))
-    if has: fig.legend(handles=[m for k, m in marks.items() if k in has], loc='outside lower center', ncols=4, fontsize=8, frameon=False)
+                 aim=Line2D([], [], color=COLORS['aim'], lw=2.4, label='aim'), paper=Line2D([], [], ls='', marker='D', mfc='white', mec='black', ms=5, label='paper, Table 4 (two V100)'),
+                 operations=Line2D([], [], ls='', marker='|', color=COLORS['count'], ms=11, mew=2.4, label='multiplications, counted'))
+    if has: fig.legend(handles=[m for k, m in marks.items() if k in has], loc='outside lower center', ncols=5, fontsize=8, frameon=False)
     return fig
 
 # %% ../nbs/18_measuring.ipynb #b7a1004b
