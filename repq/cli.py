@@ -300,7 +300,8 @@ def run_tables(args)->int:
     if args.claims:
         for v in claims(args.profile, args.results, args.seeds):
             print(f'{v.verdict:15} {v.claim}\n{"":16}{v.why}; in the paper: {v.paper}' + (f' ({v.paper_why})' if v.paper_why else ''))
-    if args.write: print('written:', write_tables(args.results, args.profile, args.seeds), write_report(args.results, args.profile, args.seeds))
+    if args.write:
+        for path in (*write_tables(args.results, args.profile, args.seeds), write_report(args.results, args.profile, args.seeds)): print('written', path)
     return 0
 
 # %% ../nbs/23_cli.ipynb #ca1d4dc4
