@@ -226,7 +226,7 @@ def set_ranges(net, inputs, limit:int=2**18)->int: # number of batches
     layers = {n: l for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None}
     if not layers: raise ValueError('the network has no quantizers: call repq.quantize first')
     seen, count = {n: [] for n in layers}, 0
-    def keep(name, x): seen[name].append(x.flatten()[::max(1, x.numel()*8//limit)])
+    def keep(name, x): seen[name].append(x.flatten()[::max(1, x.numel()*8//limit)].clone()) # a view would hold the batch, and see what is done to it later
     hooks = [l.register_forward_pre_hook(lambda m, args, n=n: keep(n, args[0])) for n, l in layers.items()]
     for l in layers.values(): l.mode = 'merged'
     net.eval()

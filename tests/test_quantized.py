@@ -162,3 +162,22 @@ def test_constant_input_channel():
         y = net(x)
         y.square().sum().backward()
         assert y.isfinite().all() and all(p.grad.isfinite().all() for p in net.parameters())
+
+
+class Overwrites(nn.Module):
+    "Uses its layer's input again, in place"
+    def __init__(self, conv): super().__init__(); self.conv = conv
+    def forward(self, x):
+        x = x.clone()
+        y = self.conv(x)
+        x.mul_(100)
+        return y
+
+
+def test_ranges_from_a_copy():
+    "What happens to a layer's input after the layer does not reach the ranges"
+    x = torch.randn(4, 3, 8, 8)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3))
+    nets = [repq.quantize(net, 8, 8) for net in (copy.deepcopy(plain), Overwrites(plain[0]))]
+    steps = [quantizers(repq.recalibrate(net, [x], 'ranges'))[1].step for net in nets]
+    assert torch.equal(*steps)
