@@ -11,7 +11,7 @@ __all__ = ['STRATEGIES', 'RECIPES', 'replace_module', 'LayerTracer', 'follows', 
 
 # %% ../nbs/09_qat.ipynb #6165a25c
 import copy, warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import islice
 import torch
 from torch import fx, nn, Tensor
@@ -23,9 +23,11 @@ from .models import layer_bits
 
 # %% ../nbs/09_qat.ipynb #786ae278
 def replace_module(net:nn.Module, name:str, new:nn.Module):
-    "Put another module in the place called `name`"
-    parent, _, child = name.rpartition('.')
-    setattr(net.get_submodule(parent), child, new)
+    "Put another module in place of the one called `name`, under all its names"
+    old = net.get_submodule(name)
+    for m in list(net.modules()):
+        for child, c in m._modules.items():
+            if c is old: m._modules[child] = new
 
 class LayerTracer(fx.Tracer):
     "Traces a network down to its layers"
@@ -37,8 +39,9 @@ def follows(net:nn.Module)->list: # (name, name of what directly follows and not
     except Exception as e:
         warnings.warn(f'torch.fx cannot trace {type(net).__name__} ({(str(e).splitlines() or [type(e).__name__])[0]}): a norm is paired with a convolution only where both follow each other in an nn.Sequential. '
                       'repq.convert(net) first finds more')
-        seqs = [(f'{n}.' if n else '', list(m._modules)) for n, m in net.named_modules() if type(m) is nn.Sequential]
-        return [(p + a, p + b) for p, names in seqs for a, b in zip(names, names[1:])]
+        places = Counter(c for m in net.modules() for c in m._modules.values())
+        seqs = [(f'{n}.' if n else '', list(m._modules.items())) for n, m in net.named_modules() if type(m) is nn.Sequential]
+        return [(p + a, p + b) for p, parts in seqs for (a, m), (b, after) in zip(parts, parts[1:]) if places[m] == places[after] == 1]
     calls = [n for n in nodes if n.op == 'call_module']
     once = {t for t in {n.target for n in calls} if sum(n.target == t for n in calls) == 1}
     return [(n.target, u.target) for n in calls for u in n.users if len(n.users) == 1 and u.op == 'call_module' and {n.target, u.target} <= once]
@@ -70,8 +73,8 @@ def wrap_layers(
             if isinstance(m, (nn.modules.conv._ConvNd, nn.Linear)): left[name] = (type(m) is nn.Conv2d and unsupported_conv(m)) or type(m).__name__
             continue
         if not name: raise ValueError(f'the network is a single {type(m).__name__}: put it into nn.Sequential, so that it can be replaced in place')
+        if name in norms and type(m) is nn.Conv2d: replace_module(net, norms[name], nn.Identity()) # first: the new layer holds the norm
         replace_module(net, name, new)
-        if name in norms and type(m) is nn.Conv2d: replace_module(net, norms[name], nn.Identity())
     return left
 
 # %% ../nbs/09_qat.ipynb #ee576564

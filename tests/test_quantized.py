@@ -181,3 +181,41 @@ def test_ranges_from_a_copy():
     nets = [repq.quantize(net, 8, 8) for net in (copy.deepcopy(plain), Overwrites(plain[0]))]
     steps = [quantizers(repq.recalibrate(net, [x], 'ranges'))[1].step for net in nets]
     assert torch.equal(*steps)
+
+
+class Heads(nn.Module):
+    "One head and one convolution under several names"
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+        self.again, self.norm2, self.heads = self.conv, self.norm, nn.ModuleList([head]*3)
+    def forward(self, x):
+        features = self.norm2(self.again(x)).mean((2, 3))
+        return torch.cat([h(features) for h in self.heads], 1)
+
+
+def test_layers_under_several_names():
+    "A shared layer is quantized and merged wherever it is"
+    x, net = torch.randn(8, 3, 8, 8), repq.quantize(Heads(), 4, 4)
+    assert net.again is net.conv and isinstance(net.conv.after, nn.BatchNorm2d) and isinstance(net.norm, nn.Identity) and net.norm2 is net.norm
+    assert len({*net.heads}) == 1 and isinstance(net.heads[2], QuantLinear)
+    net(x)
+    merged = repq.merge(net.eval())
+    assert not quantizable_layers(merged) and len({*merged.heads}) == 1 and merged.again is merged.conv
+    assert_same(merged(x), net(x), 1e-2)
+
+
+class Untraceable(nn.Sequential):
+    def forward(self, x): return super().forward(x) if x.sum() > 0 else super().forward(x)
+
+
+def test_shared_modules_where_nothing_can_be_traced():
+    "Neighbours are paired only if neither is used elsewhere"
+    act, conv = nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)
+    net = Untraceable(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act))
+    x = torch.randn(4, 3, 8, 8)
+    expected = randomize_bn(net).eval()(x)
+    with pytest.warns(UserWarning, match='cannot trace'): repq.quantize(net, 8, 8)
+    assert isinstance(net[0][0].after, nn.BatchNorm2d) and net[0][3].after is None and net[0][6] is net[0][3]
+    for layer in quantizable_layers(net).values(): layer.mode = 'merged'
+    assert_same(net(x), expected, 1e-5)
