@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'RECIPES', 'replace_module', 'LayerTracer', 'follows', 'unsupported_conv', 'wrap_conv', 'wrap_layers',
-           'quantizable_layers', 'quantize', 'add_quantizers', 'needs_symmetry', 'set_statistics', 'set_bits',
-           'FrozenQuantizer', 'plain_conv', 'plain_linear', 'fold_after', 'merge_quantized', 'merge_layer', 'merge',
-           'average_statistics', 'set_ranges', 'inputs_of', 'recalibrate', 'merge_for_training', 'plain', 'merged',
-           'repq', 'learning_rates']
+           'quantizable_layers', 'quantize', 'set_statistics', 'set_bits', 'FrozenQuantizer', 'plain_conv',
+           'plain_linear', 'fold_after', 'merge_quantized', 'merge_layer', 'merge', 'average_statistics', 'set_ranges',
+           'inputs_of', 'recalibrate', 'merge_for_training', 'plain', 'merged', 'repq', 'learning_rates']
 
 # %% ../nbs/09_qat.ipynb #6165a25c
 import copy, warnings
@@ -18,7 +17,7 @@ from torch import fx, nn, Tensor
 from .kernel import fold_bn
 from .norm import STATISTICS
 from .branch import Conv
-from .layer import QuantLinear, Quantizable, RepConv2d, one_of
+from .layer import QuantLinear, Quantizable, RepConv2d, needs_symmetry, one_of
 from .models import layer_bits
 
 # %% ../nbs/09_qat.ipynb #786ae278
@@ -103,16 +102,8 @@ def quantize(
     if statistics: set_statistics(net, statistics)
     signed = net.signed_inputs() if hasattr(net, 'signed_inputs') else {}
     for name, layer in layers.items():
-        if bits[name] != (32, 32): add_quantizers(layer, *bits[name], signed.get(name), family)
+        if bits[name] != (32, 32): layer.quantize(*bits[name], signed.get(name), family)
     return net
-
-def add_quantizers(layer, weight_bits, act_bits, signed_input, family):
-    "Quantize one layer, with the symmetric range where a norm follows"
-    layer.quantize(weight_bits, act_bits, signed_input, family, needs_symmetry(layer, weight_bits))
-
-def needs_symmetry(layer, weight_bits:int)->bool:
-    "Eight-bit weights in front of a norm do without the lowest integer"
-    return weight_bits == 8 and getattr(layer, 'after', None) is not None
 
 # %% ../nbs/09_qat.ipynb #7a6e6e01
 def set_statistics(net:nn.Module, statistics:str)->nn.Module:
@@ -183,6 +174,8 @@ def merge_quantized(layer:Quantizable)->nn.Sequential: # of `quantize` and `conv
     weight, bias = layer.kernel() if is_conv else (layer.weight, layer.bias)
     codes, step = wq.codes(weight), wq.scale().detach().flatten()
     if is_conv: codes, step, bias = fold_after(codes, step, bias, layer.after)
+    if codes.max() > 127: raise ValueError('a weight of -128 in front of a norm with a negative gamma becomes 128, which int8 does not have: '
+                                           'quantize the layer with symmetric=True or None, and train or recalibrate again')
     on_grid = codes.to(step)*step.view(-1, *[1]*(codes.ndim - 1))
     new = plain_conv(layer, on_grid, bias) if is_conv else plain_linear(layer, on_grid)
     for name, t in dict(codes=codes.to(torch.int8), step=step.clone(), bits=torch.tensor(wq.bits)).items(): new.register_buffer(name, t)

@@ -219,3 +219,26 @@ def test_shared_modules_where_nothing_can_be_traced():
     assert isinstance(net[0][0].after, nn.BatchNorm2d) and net[0][3].after is None and net[0][6] is net[0][3]
     for layer in quantizable_layers(net).values(): layer.mode = 'merged'
     assert_same(net(x), expected, 1e-5)
+
+
+def test_eight_bits_before_a_negative_gamma():
+    "The code -128 would become 128: it is left out, and refused where it was asked for"
+    x = torch.randn(4, 3, 8, 8)
+    for kwargs in ({}, dict(symmetric=False)):
+        layer = make_block('plain', 3, 4)
+        with torch.no_grad():
+            layer.branch.weight.copy_(layer.branch.weight.sign()*.5)
+            layer.branch.weight[:, 0, 0, 0] = -.5
+            layer.after.weight.fill_(-1)
+        layer.quantize(8, 8, **kwargs)(x)
+        with torch.no_grad(): layer.weight_quantizer.step.fill_(.5/128)
+        if not kwargs: assert_same(repq.merge(layer.eval())(x), layer(x), 1e-5)
+        else:
+            with pytest.raises(ValueError, match='int8 does not have'): repq.merge(layer)
+
+
+def test_refused_bits_leave_a_layer_untouched():
+    layer = make_block('plain', 3, 4)
+    with pytest.raises(ValueError, match='bits must be 2..8, got 32'): layer.quantize(8, 32)
+    assert layer.weight_quantizer is None and layer.mode == 'branches'
+    assert layer.quantize(8, 8).mode == 'quantized'
