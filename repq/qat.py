@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'RECIPES', 'replace_module', 'LayerTracer', 'follows', 'unsupported_conv', 'wrap_conv', 'wrap_layers',
-           'quantizable_layers', 'quantize', 'set_statistics', 'set_bits', 'FrozenQuantizer', 'plain_conv',
-           'plain_linear', 'fold_after', 'merge_quantized', 'merge_layer', 'merge', 'average_statistics', 'set_ranges',
-           'inputs_of', 'recalibrate', 'merge_for_training', 'plain', 'merged', 'repq', 'learning_rates']
+           'quantizable_layers', 'checked_bits', 'quantize', 'set_statistics', 'set_bits', 'FrozenQuantizer',
+           'plain_conv', 'plain_linear', 'fold_after', 'merge_quantized', 'merge_layer', 'merge', 'average_statistics',
+           'set_ranges', 'inputs_of', 'recalibrate', 'merge_for_training', 'plain', 'merged', 'repq', 'learning_rates']
 
 # %% ../nbs/09_qat.ipynb #6165a25c
 import copy, warnings
@@ -81,6 +81,14 @@ def quantizable_layers(net:nn.Module)->dict: # name -> layer
     "All layers that can be quantized"
     return {n: m for n, m in net.named_modules() if isinstance(m, Quantizable)}
 
+def checked_bits(net:nn.Module, weight_bits, act_bits, exceptions)->dict: # layer name -> (weight_bits, act_bits)
+    "The bits of every layer, if all can be had"
+    bits = layer_bits(net, weight_bits, act_bits, exceptions)
+    for name, pair in bits.items():
+        wrong = {} if pair == (32, 32) else {what: b for what, b in zip(('weight_bits', 'act_bits'), pair) if not 2 <= b <= 8}
+        for what, b in wrong.items(): raise ValueError(f'{name or "the layer"}: {what} must be 2..8, got {b}; a layer in full precision has 32 for both')
+    return bits
+
 # %% ../nbs/09_qat.ipynb #4e746d95
 def quantize(
     net:nn.Module,         # changed in place
@@ -94,11 +102,11 @@ def quantize(
     if statistics is not None: one_of(statistics, STATISTICS, 'statistics')
     done = [n for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None]
     if done: raise ValueError(f'the network is quantized already ({done[0] or "the layer itself"}): use set_bits to change its bits, or start from the full-precision network')
+    bits = checked_bits(net, weight_bits, act_bits, exceptions)
     left = wrap_layers(net)
     if left: warnings.warn('left in full precision: ' + ', '.join(f'{n} ({why})' for n, why in left.items()))
     layers = quantizable_layers(net)
     if not layers: raise ValueError(f'{type(net).__name__} has no convolution or linear layer to quantize')
-    bits = layer_bits(net, weight_bits, act_bits, exceptions)
     if statistics: set_statistics(net, statistics)
     signed = net.signed_inputs() if hasattr(net, 'signed_inputs') else {}
     for name, layer in layers.items():
@@ -125,7 +133,7 @@ def set_bits(net:nn.Module, weight_bits:int, act_bits:int, exceptions='paper')->
     "Change the bits of a quantized network; steps of layers that change are initialised again by the next batch. 32 bits: full precision"
     layers = {n: l for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None}
     if not layers: raise ValueError('the network is not quantized: call repq.quantize first')
-    for name, bits in layer_bits(net, weight_bits, act_bits, exceptions).items():
+    for name, bits in checked_bits(net, weight_bits, act_bits, exceptions).items():
         if name not in layers: continue
         layer, w = layers[name], layers[name].weight_quantizer
         layer.mode = 'merged' if bits == (32, 32) else 'quantized'

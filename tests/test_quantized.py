@@ -242,3 +242,17 @@ def test_refused_bits_leave_a_layer_untouched():
     with pytest.raises(ValueError, match='bits must be 2..8, got 32'): layer.quantize(8, 32)
     assert layer.weight_quantizer is None and layer.mode == 'branches'
     assert layer.quantize(8, 8).mode == 'quantized'
+
+
+@pytest.mark.parametrize('bits, wrong', [((8, 32), 'act_bits must be 2..8, got 32'), ((32, 8), 'weight_bits must be 2..8, got 32'), ((4, 9), 'act_bits must be 2..8, got 9')])
+def test_refused_bits_leave_a_network_untouched(bits, wrong):
+    "Also if it is not the first layer whose bits cannot be had"
+    x, net = torch.randn(4, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    with pytest.raises(ValueError, match=f'0: {wrong}'): repq.quantize(net, *bits)
+    with pytest.raises(ValueError, match=f'3: {wrong}'): repq.quantize(net, 8, 8, exceptions={'3': bits})
+    assert type(net[0]) is nn.Conv2d and type(net[1]) is nn.BatchNorm2d
+    repq.quantize(net, 8, 8)(x)
+    with pytest.raises(ValueError, match=f'3: {wrong}'): set_bits(net, 4, 4, {'3': bits})
+    assert all(q.bits == 8 and q.ready for q in quantizers(net)) and net[0].mode == net[3].mode == 'quantized'
+    set_bits(net, 4, 4, {'3': None})
+    assert net[0].weight_quantizer.bits == 4 and net[3].mode == 'merged'
