@@ -11,7 +11,7 @@ __all__ = ['STRATEGIES', 'RECIPES', 'replace_module', 'LayerTracer', 'follows', 
 # %% ../nbs/09_qat.ipynb #6165a25c
 import copy, warnings
 from collections import Counter, OrderedDict
-from itertools import islice
+from itertools import chain, islice
 import torch
 from torch import fx, nn, Tensor
 from .kernel import fold_bn
@@ -214,33 +214,34 @@ def merge(
     return net
 
 # %% ../nbs/09_qat.ipynb #927bdc79
-def average_statistics(net, inputs)->int: # number of batches
+def average_statistics(net, inputs):
     "Replace running statistics by their plain average over batches"
-    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    momenta, count = [m.momentum for m in norms], 0
+    momenta = {m: m.momentum for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     net.eval()
-    for m in norms: m.train().reset_running_stats(); m.momentum = None
-    for count, x in enumerate(inputs, 1): net(x)
-    for m, momentum in zip(norms, momenta): m.momentum = momentum
-    return count
+    for m in momenta: m.train().reset_running_stats(); m.momentum = None
+    try:
+        for x in inputs: net(x)
+    finally:
+        for m, momentum in momenta.items(): m.momentum = momentum
 
 # %% ../nbs/09_qat.ipynb #1369ad8a
-def set_ranges(net, inputs, limit:int=2**18)->int: # number of batches
+def set_ranges(net, inputs, limit:int=2**18):
     "Initialise the quantizers of a network from the data that reaches them"
     layers = {n: l for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None}
     if not layers: raise ValueError('the network has no quantizers: call repq.quantize first')
-    seen, count = {n: [] for n in layers}, 0
+    seen, modes = {n: [] for n in layers}, {l: l.mode for l in layers.values()}
     def keep(name, x): seen[name].append(x.flatten()[::max(1, x.numel()*8//limit)].clone()) # a view would hold the batch, and see what is done to it later
     hooks = [l.register_forward_pre_hook(lambda m, args, n=n: keep(n, args[0])) for n, l in layers.items()]
-    for l in layers.values(): l.mode = 'merged'
+    for l in modes: l.mode = 'merged'
     net.eval()
-    for count, x in enumerate(inputs, 1): net(x)
-    for h in hooks: h.remove()
+    try:
+        for x in inputs: net(x)
+    finally:
+        for h in hooks: h.remove()
+        for l, mode in modes.items(): l.mode = mode
     for name, l in layers.items():
         if seen[name]: l.input_quantizer.initialize(torch.cat(seen[name])[-limit:])
         l.weight_quantizer.initialize(l.kernel().weight if isinstance(l, RepConv2d) else l.weight)
-        l.mode = 'quantized'
-    return count
 
 # %% ../nbs/09_qat.ipynb #1775bcc0
 def inputs_of(batches, n=None):
@@ -256,11 +257,13 @@ def recalibrate(
 )->nn.Module:
     "Measure running statistics, or the ranges of quantizers, again from data"
     measure = {'statistics': average_statistics, 'ranges': set_ranges}[one_of(what, ('statistics', 'ranges'), 'what')]
-    was = {m: m.training for m in net.modules()}
+    was, inputs = {m: m.training for m in net.modules()}, inputs_of(batches, n)
+    first = next(inputs, None)
+    if first is None: raise ValueError('recalibrate got no batch: give it an iterable of tensors or (input, target) pairs, not used up')
     device = next(net.parameters()).device
-    seen = measure(net, (x.to(device) for x in inputs_of(batches, n)))
-    for m, training in was.items(): m.training = training
-    if not seen: raise ValueError('recalibrate got no batch')
+    try: measure(net, (x.to(device) for x in chain([first], inputs)))
+    finally:
+        for m, training in was.items(): m.training = training
     return net
 
 # %% ../nbs/09_qat.ipynb #bbd607b8

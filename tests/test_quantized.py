@@ -256,3 +256,32 @@ def test_refused_bits_leave_a_network_untouched(bits, wrong):
     assert all(q.bits == 8 and q.ready for q in quantizers(net)) and net[0].mode == net[3].mode == 'quantized'
     set_bits(net, 4, 4, {'3': None})
     assert net[0].weight_quantizer.bits == 4 and net[3].mode == 'merged'
+
+
+def test_recalibrate_keeps_modes():
+    "A layer that was set to full precision stays there"
+    x, net = torch.randn(4, 3, 8, 8), repq.quantize(network('repvgg'), 8, 8)
+    set_bits(net, 8, 8, {'2': None})
+    repq.recalibrate(net, [x], 'ranges')
+    assert [l.mode for l in quantizable_layers(net).values()] == ['quantized', 'merged', 'quantized'] and all(q.ready for q in quantizers(net))
+
+
+@pytest.mark.parametrize('what', ['statistics', 'ranges'])
+def test_recalibrate_without_data_changes_nothing(what):
+    net = repq.quantize(network('repvgg'), 8, 8)
+    net(torch.randn(4, 3, 8, 8))
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match='no batch'): repq.recalibrate(net, [], what)
+    for name, t in net.state_dict().items(): assert torch.equal(t, before[name]), name
+
+
+@pytest.mark.parametrize('what', ['statistics', 'ranges'])
+def test_recalibrate_of_a_network_that_fails(what):
+    "Momenta, hooks, modes and training flags are put back"
+    net = repq.quantize(network('repvgg'), 8, 8)
+    set_bits(net, 8, 8, {'2': None})
+    net[0].eval()
+    flags, modes = [m.training for m in net.modules()], [l.mode for l in quantizable_layers(net).values()]
+    with pytest.raises(ValueError, match='expected an input of shape'): repq.recalibrate(net, [torch.randn(4, 3, 8, 8), torch.randn(4, 2, 8, 8)], what)
+    assert [m.training for m in net.modules()] == flags and [l.mode for l in quantizable_layers(net).values()] == modes
+    assert all(m.momentum == 0.1 for m in net.modules() if isinstance(m, nn.BatchNorm2d)) and not any(m._forward_pre_hooks for m in net.modules())
