@@ -18,6 +18,7 @@ from .kernel import fold_bn
 from .norm import STATISTICS
 from .branch import Conv
 from .layer import QuantLinear, Quantizable, RepConv2d, needs_symmetry, one_of
+from .quantizer import int_range
 from .models import layer_bits
 
 # %% ../nbs/09_qat.ipynb #786ae278
@@ -150,6 +151,15 @@ class FrozenQuantizer(nn.Module):
         self.qmin, self.qmax = quantizer.qmin, quantizer.qmax
         self.register_buffer('step', quantizer.scale().detach().clone())
         self.register_buffer('bits', torch.tensor(quantizer.bits))
+        self.register_buffer('limits', torch.tensor([self.qmin, self.qmax]))
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        bits = state_dict.get(f'{prefix}bits')
+        if bits is not None and bits.device.type != 'meta': # a file of before limits were saved: its bits, our sign
+            state_dict.setdefault(f'{prefix}limits', torch.tensor(int_range(int(bits), self.qmin < 0)))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.limits.device.type != 'meta': self.qmin, self.qmax = self.limits.tolist()
+
     def forward(self, x): return (x/self.step).clamp(self.qmin, self.qmax).round()*self.step
     def extra_repr(self): return f'{self.qmin}..{self.qmax}'
 

@@ -285,3 +285,23 @@ def test_recalibrate_of_a_network_that_fails(what):
     with pytest.raises(ValueError, match='expected an input of shape'): repq.recalibrate(net, [torch.randn(4, 3, 8, 8), torch.randn(4, 2, 8, 8)], what)
     assert [m.training for m in net.modules()] == flags and [l.mode for l in quantizable_layers(net).values()] == modes
     assert all(m.momentum == 0.1 for m in net.modules() if isinstance(m, nn.BatchNorm2d)) and not any(m._forward_pre_hooks for m in net.modules())
+
+
+def test_state_dict_of_a_merged_network():
+    "It brings its ranges along, bits and sign; files from before ranges were saved load as well"
+    x, nets = torch.randn(4, 3, 8, 8), []
+    for bits, batch in ((4, x), (8, x.abs())):
+        nets.append(repq.quantize(network('repvgg'), bits, bits))
+        nets[-1](batch)
+        nets[-1].eval()
+    (four, eight), saved = map(repq.merge, nets), repq.merge(nets[0]).state_dict()
+    eight.load_state_dict(saved)
+    assert torch.equal(eight(x), four(x)) and eight[0].quantize.qmin == -8
+    old = {n: t for n, t in saved.items() if not n.endswith('.limits')}
+    for bits in (4, 8):
+        net = repq.quantize(network('repvgg'), bits, bits)
+        net(x)
+        net = repq.merge(net)
+        net.load_state_dict(old)
+        assert torch.equal(net(x), four(x))
+    assert 'limits' not in ' '.join(old)
