@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MODES', 'compile_block_after', 'one_of', 'Quantizable', 'needs_symmetry', 'RepConv2d', 'full_precision',
            'as_dtype_of', 'forgotten', 'run_branches', 'run_merged', 'simple_weights', 'run_quantized', 'check_padding',
-           'check_after', 'describe_layer', 'learns', 'choices', 'quantize_input', 'native_norms', 'native_part',
-           'weight_factor', 'native_weights', 'traced_weights', 'compiled_weights', 'compiling_pays', 'make_weights',
-           'QuantLinear', 'join', 'row', 'draw_layer']
+           'foldable', 'check_after', 'describe_layer', 'learns', 'choices', 'quantize_input', 'native_norms',
+           'native_part', 'weight_factor', 'native_weights', 'traced_weights', 'compiled_weights', 'compiling_pays',
+           'make_weights', 'QuantLinear', 'join', 'row', 'draw_layer']
 
 # %% ../nbs/05_layer.ipynb #c0ad625b
 import warnings
@@ -176,12 +176,17 @@ def check_padding(padding)->tuple:
         raise ValueError(f'padding must be a whole number >= 0 or two of them, got {padding!r}')
     return pair
 
+def foldable(norm:nn.BatchNorm2d)->bool:
+    "Whether a batch norm can become part of a convolution"
+    return norm.affine and norm.track_running_stats and norm.running_mean is not None
+
 def check_after(after, channels:int):
     "The norm behind a layer: None, or a batch norm of the right size"
     if after is None or after is False: return None
     if after is True: return nn.BatchNorm2d(channels)
     if not isinstance(after, nn.BatchNorm2d): raise ValueError(f'after must be True, None or an nn.BatchNorm2d, got {after!r}')
     if after.num_features != channels: raise ValueError(f'after= has {after.num_features} channels, the branch gives {channels}')
+    if not foldable(after): raise ValueError(f'after= is a batch norm that cannot be folded, {after!r}: use one with affine=True and track_running_stats=True, or put it behind the layer as a module of its own')
     return after
 
 def describe_layer(self):

@@ -17,7 +17,7 @@ from torch import fx, nn, Tensor
 from .kernel import fold_bn
 from .norm import STATISTICS
 from .branch import Conv
-from .layer import QuantLinear, Quantizable, RepConv2d, needs_symmetry, one_of
+from .layer import QuantLinear, Quantizable, RepConv2d, foldable, needs_symmetry, one_of
 from .quantizer import int_range
 from .models import layer_bits
 
@@ -57,7 +57,9 @@ def wrap_conv(conv:nn.Conv2d, after=None)->RepConv2d:
     "A RepConv2d around the parameters of a convolution"
     branch = Conv(conv.in_channels, conv.out_channels, conv.kernel_size, conv.groups, bias=conv.bias is not None)
     branch.weight, branch.bias = conv.weight, conv.bias
-    return RepConv2d(branch, conv.stride, conv.padding, after=after).train(conv.training)
+    layer = RepConv2d(branch, conv.stride, conv.padding, after=after)
+    layer.training = branch.training = conv.training   # not train(): the norm may be frozen
+    return layer
 
 def wrap_layers(
     net:nn.Module # changed in place
@@ -65,7 +67,7 @@ def wrap_layers(
     "Replace plain convolutions (with the norms behind them) and linear layers by layers that can be quantized"
     modules, left = dict(net.named_modules()), {}
     pairs = follows(net) if any(type(m) is nn.Conv2d for m in modules.values()) else []
-    norms = {a: b for a, b in pairs if type(modules[a]) is nn.Conv2d and type(modules[b]) is nn.BatchNorm2d}
+    norms = {a: b for a, b in pairs if type(modules[a]) is nn.Conv2d and type(modules[b]) is nn.BatchNorm2d and foldable(modules[b])}
     for name, m in modules.items():
         if type(m) is nn.Linear: new = QuantLinear(m)
         elif type(m) is nn.Conv2d and not unsupported_conv(m): new = wrap_conv(m, modules.get(norms.get(name)))
@@ -282,11 +284,10 @@ def merge_for_training(net:nn.Module)->nn.Module: # a copy
     net = copy.deepcopy(net)
     for name, layer in quantizable_layers(net).items():
         if not isinstance(layer, RepConv2d) or type(layer.branch) is Conv: continue
-        with torch.no_grad(): k = layer.eval().kernel()
+        with torch.no_grad(): k = layer.kernel()
         branch = Conv(layer.in_channels, layer.out_channels, layer.kernel_size, layer.groups, bias=True)
         branch.weight, branch.bias = nn.Parameter(k.weight.clone()), nn.Parameter(k.bias.clone())
-        layer.branch = branch
-        layer.train(net.training)
+        layer.branch = branch.train(layer.training)
     return net
 
 def plain(net:nn.Module, weight_bits:int=4, act_bits:int=4, exceptions='paper', **kwargs)->nn.Module:

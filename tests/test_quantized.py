@@ -305,3 +305,26 @@ def test_state_dict_of_a_merged_network():
         net.load_state_dict(old)
         assert torch.equal(net(x), four(x))
     assert 'limits' not in ' '.join(old)
+
+
+def test_frozen_norms_stay_frozen():
+    "Wrapping and merging keep the training flag of each norm"
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    net[1].eval()
+    repq.quantize(net, 4, 4)
+    assert not net[0].after.training and net[0].training and net[0].branch.training and net[3].after.training
+    net = network('orepa')
+    net[0].after.eval()
+    single = repq.qat.merge_for_training(net)
+    assert not single[0].after.training and single[0].training and single[0].branch.training and single[2].after.training and net[2].branch.training
+
+
+@pytest.mark.parametrize('kind', ['affine', 'track_running_stats'])
+def test_norms_that_cannot_be_folded(kind):
+    "They stay modules of their own, and the network can be merged"
+    x, norm = torch.randn(4, 3, 8, 8), nn.BatchNorm2d(4, **{kind: False})
+    net = repq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU()), 8, 8)
+    net(x)
+    assert net[0].after is None and net[1] is norm
+    assert torch.equal(repq.merge(net.eval())(x), net(x))
+    with pytest.raises(ValueError, match='cannot be folded'): RepConv2d(repq.branch.Conv(3, 4, 3), after=norm)
