@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ADVICE', 'steps_of', 'StepSplitter', 'QAT', 'running_statistics', 'share_buffers', 'fit_for_qat', 'stage_reached',
-           'enter', 'before_fit', 'before_train', 'before_step', 'after_train', 'clipped_share', 'variance_error',
-           'Oscillation', 'QATDoctor', 'table', 'advice', 'plot', 'cpu_distributed']
+           'enter', 'catch_up', 'before_fit', 'before_train', 'before_step', 'after_train', 'clipped_share',
+           'variance_error', 'Oscillation', 'QATDoctor', 'table', 'advice', 'plot', 'cpu_distributed']
 
 # %% ../nbs/12_learner.ipynb #5ebe1284
 import warnings
@@ -117,7 +117,12 @@ def enter(self:QAT, epoch:int):
     estimated = any(l.statistics != 'batch' for l in self.net.modules() if isinstance(l, RepConv2d))
     set_mode(self.net, 'merged' if estimated else 'branches')   # the estimate is trained through the merged form
 
+def catch_up(self:QAT):
+    "Quantize a model whose plan begins with full precision, if what was loaded had come further"
+    if (32, 32) not in list(self.plan.values())[1:] and self.stage_reached() >= 0: self.enter(0)
+
 def before_fit(self:QAT):
+    self.catch_up()   # validation begins with this event, and has no other
     for cb in self.learn.cbs: # a schedule made before the steps had a group does not know of them
         lrs = cb.scheds['lr'](0.) if 'lr' in getattr(cb, 'scheds', {}) else 0.
         if getattr(lrs, 'ndim', 0) and len(lrs) != len(self.opt.hypers):
@@ -141,7 +146,7 @@ def after_train(self:QAT):
     "With several processes, average what batch norms have seen"
     for t in running_statistics(self.net) if self.distributed else []: dist.all_reduce(t); t /= dist.get_world_size()
 
-for f in (stage_reached, enter, before_fit, before_train, before_step, after_train): setattr(QAT, f.__name__, f)
+for f in (stage_reached, enter, catch_up, before_fit, before_train, before_step, after_train): setattr(QAT, f.__name__, f)
 
 # %% ../nbs/12_learner.ipynb #1ababd2e
 @torch.no_grad()
