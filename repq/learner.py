@@ -100,19 +100,19 @@ def fit_for_qat(
     trainer.accelerator.ddp_handler, trainer.sync_bn = ddp, False
 
 # %% ../nbs/12_learner.ipynb #7c1abd24
-def stage_reached(self:QAT)->int:
-    "The last stage of the plan whose bits the initialised quantizers have; -1 before any"
+def stage_reached(self:QAT, due:int=0)->int:
+    "The stage of the plan whose bits the initialised quantizers have, the nearest to `due` of several; -1 before any"
     now = {n: (l.weight_quantizer.bits, l.input_quantizer.bits) for n, l in quantizable_layers(self.net).items() if l.weight_quantizer and l.weight_quantizer.ready}
-    stages = list(self.plan.values())
-    for i in reversed(range(len(stages) if now else 0)):
-        bits = layer_bits(self.net, *stages[i], self.exceptions)
-        if all(bits[n] == b for n, b in now.items()): return i
-    return -1
+    def fits(stage):
+        bits = layer_bits(self.net, *stage, self.exceptions)
+        return all(bits[n] == b for n, b in now.items())
+    found = [i for i, stage in enumerate(self.plan.values()) if fits(stage)] if now else []
+    return min(found, key=lambda i: abs(i - due), default=-1)
 
 def enter(self:QAT, epoch:int):
     "Bring the model to the stage that the plan has for an epoch, or leave it where it is if that is further down"
     due = max(i for i, e in enumerate(self.plan) if e <= epoch)
-    bits = list(self.plan.values())[max(due, self.stage_reached())]
+    bits = list(self.plan.values())[max(due, self.stage_reached(due))]
     if bits != (32, 32): return set_bits(self.net, *bits, self.exceptions)
     estimated = any(l.statistics != 'batch' for l in self.net.modules() if isinstance(l, RepConv2d))
     set_mode(self.net, 'merged' if estimated else 'branches')   # the estimate is trained through the merged form

@@ -192,3 +192,10 @@ def test_finished_training_is_resumed_quantized(tmp_path):
         return net.eval()
     x, first, again = digits_dls().valid.one_batch()[0], run(), run()
     assert again[2].mode == 'quantized' and torch.equal(first(x), again(x))
+
+
+def test_a_plan_that_comes_back(tmp_path):
+    "No stage is skipped because a later one has the same bits"
+    modes = Modes()
+    learner(tmp_path, [QAT(4, 4, schedule={0: 4, 1: 8, 2: 4}), modes]).fit(4, 0.01)
+    assert [m[1] for m in modes.seen] == [4, 8, 4, 4]
