@@ -152,14 +152,14 @@ for f in (stage_reached, enter, catch_up, before_fit, before_train, before_step,
 @torch.no_grad()
 def clipped_share(quantizer, x)->float:
     "Share of values beyond the grid"
-    v = x/quantizer.scale(x.ndim)
+    v = x.to(quantizer.step.dtype)/quantizer.scale(x.ndim)
     return ((v < quantizer.qmin) | (v > quantizer.qmax)).float().mean().item()
 
 @torch.no_grad()
 def variance_error(layer, x)->float:
     "Median relative error of the variance that a layer's norms fold with, against exact statistics"
     if not isinstance(layer, RepConv2d) or not layer.branch.has_norm: return float('nan')
-    found = []
+    found, x = [], x.to(next(layer.branch.parameters()).dtype) # mixed precision hands over half
     for choice in (layer.statistics, 'batch'):
         signal = replace(layer.signal(x), statistics=choice, memo={})
         layer.branch.kernel(signal)
@@ -213,6 +213,7 @@ class QATDoctor(Callback):
             self.rows.append(dict(epoch=self.epoch, layer=n, weight_step=w.scale().mean().item(), at_floor=(w.step <= w.floor*1.01).float().mean().item(), input_step=i.scale().item(),
                                   weights_clipped=clipped_share(w, self.weight(l)), inputs_clipped=clipped_share(i, self.inputs[n]),
                                   oscillating=self.watch[n].share if n in self.watch and w.bits <= 4 else 0., variance_error=variance_error(l, self.inputs[n])))
+        self.inputs = {}   # a batch of every layer
 
     def after_fit(self):
         if self.report and self.fresh and not rank_distrib(): print('\n'.join(self.advice()))

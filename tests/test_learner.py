@@ -199,3 +199,15 @@ def test_a_plan_that_comes_back(tmp_path):
     modes = Modes()
     learner(tmp_path, [QAT(4, 4, schedule={0: 4, 1: 8, 2: 4}), modes]).fit(4, 0.01)
     assert [m[1] for m in modes.seen] == [4, 8, 4, 4]
+
+
+@pytest.mark.parametrize('statistics', STATISTICS)
+def test_doctor_in_half_precision(parent, tmp_path, statistics):
+    "What it kept of a bfloat16 training it looks at in the type of the parameters, and lets it go"
+    class HalfInputs(Callback):
+        order = 29   # just before the doctor, as if the layers had got them from mixed precision
+        def after_train(self): doctor.inputs = {n: x.bfloat16() for n, x in doctor.inputs.items()}
+    doctor = QATDoctor(report=False)
+    learner(tmp_path, [QAT(4, 4, statistics=statistics), doctor, HalfInputs()], copy.deepcopy(parent)).fit(1, 0.002)
+    t = doctor.table()
+    assert len(t) == 4 and t.variance_error[:3].notna().all() and t.inputs_clipped.between(0, 0.5).all() and not doctor.inputs
