@@ -19,7 +19,7 @@ from .norm import STATISTICS
 from .branch import Conv
 from .layer import QuantLinear, Quantizable, RepConv2d, foldable, needs_symmetry, one_of
 from .quantizer import int_range
-from .models import layer_bits
+from .models import layer_bits, rep_nets
 
 # %% ../nbs/09_qat.ipynb #786ae278
 def replace_module(net:nn.Module, name:str, new:nn.Module):
@@ -111,7 +111,7 @@ def quantize(
     layers = quantizable_layers(net)
     if not layers: raise ValueError(f'{type(net).__name__} has no convolution or linear layer to quantize')
     if statistics: set_statistics(net, statistics)
-    signed = net.signed_inputs() if hasattr(net, 'signed_inputs') else {}
+    signed = {prefix + n: s for prefix, m in rep_nets(net).items() for n, s in m.signed_inputs().items()}
     for name, layer in layers.items():
         if bits[name] != (32, 32): layer.quantize(*bits[name], signed.get(name), family)
     return net
@@ -119,7 +119,7 @@ def quantize(
 # %% ../nbs/09_qat.ipynb #7a6e6e01
 def set_statistics(net:nn.Module, statistics:str)->nn.Module:
     "Choose how norms inside blocks get their statistics"
-    exact = set(net.exact_norms()) if statistics == 'estimate' and hasattr(net, 'exact_norms') else set()
+    exact = {prefix + n for prefix, m in rep_nets(net).items() for n in m.exact_norms()} if statistics == 'estimate' else set()
     changed = []
     for name, m in net.named_modules():
         if not isinstance(m, RepConv2d): continue
