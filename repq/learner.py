@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ADVICE', 'steps_of', 'StepSplitter', 'QAT', 'running_statistics', 'share_buffers', 'fit_for_qat', 'stage_reached',
-           'enter', 'before_fit', 'before_train', 'before_step', 'after_train', 'clipped_share', 'variance_error',
-           'Oscillation', 'QATDoctor', 'table', 'advice', 'plot', 'cpu_distributed']
+           'enter', 'catch_up', 'before_fit', 'before_train', 'before_step', 'after_train', 'clipped_share',
+           'variance_error', 'Oscillation', 'QATDoctor', 'table', 'advice', 'plot', 'cpu_distributed']
 
 # %% ../nbs/12_learner.ipynb #5ebe1284
 import warnings
@@ -100,24 +100,29 @@ def fit_for_qat(
     trainer.accelerator.ddp_handler, trainer.sync_bn = ddp, False
 
 # %% ../nbs/12_learner.ipynb #7c1abd24
-def stage_reached(self:QAT)->int:
-    "The last stage of the plan whose bits the initialised quantizers have; -1 before any"
+def stage_reached(self:QAT, due:int=0)->int:
+    "The stage of the plan whose bits the initialised quantizers have, the nearest to `due` of several; -1 before any"
     now = {n: (l.weight_quantizer.bits, l.input_quantizer.bits) for n, l in quantizable_layers(self.net).items() if l.weight_quantizer and l.weight_quantizer.ready}
-    stages = list(self.plan.values())
-    for i in reversed(range(len(stages) if now else 0)):
-        bits = layer_bits(self.net, *stages[i], self.exceptions)
-        if all(bits[n] == b for n, b in now.items()): return i
-    return -1
+    def fits(stage):
+        bits = layer_bits(self.net, *stage, self.exceptions)
+        return all(bits[n] == b for n, b in now.items())
+    found = [i for i, stage in enumerate(self.plan.values()) if fits(stage)] if now else []
+    return min(found, key=lambda i: abs(i - due), default=-1)
 
 def enter(self:QAT, epoch:int):
     "Bring the model to the stage that the plan has for an epoch, or leave it where it is if that is further down"
     due = max(i for i, e in enumerate(self.plan) if e <= epoch)
-    bits = list(self.plan.values())[max(due, self.stage_reached())]
+    bits = list(self.plan.values())[max(due, self.stage_reached(due))]
     if bits != (32, 32): return set_bits(self.net, *bits, self.exceptions)
     estimated = any(l.statistics != 'batch' for l in self.net.modules() if isinstance(l, RepConv2d))
     set_mode(self.net, 'merged' if estimated else 'branches')   # the estimate is trained through the merged form
 
+def catch_up(self:QAT):
+    "Quantize a model whose plan begins with full precision, if what was loaded had come further"
+    if (32, 32) not in list(self.plan.values())[1:] and self.stage_reached() >= 0: self.enter(0)
+
 def before_fit(self:QAT):
+    self.catch_up()   # validation begins with this event, and has no other
     for cb in self.learn.cbs: # a schedule made before the steps had a group does not know of them
         lrs = cb.scheds['lr'](0.) if 'lr' in getattr(cb, 'scheds', {}) else 0.
         if getattr(lrs, 'ndim', 0) and len(lrs) != len(self.opt.hypers):
@@ -141,20 +146,20 @@ def after_train(self:QAT):
     "With several processes, average what batch norms have seen"
     for t in running_statistics(self.net) if self.distributed else []: dist.all_reduce(t); t /= dist.get_world_size()
 
-for f in (stage_reached, enter, before_fit, before_train, before_step, after_train): setattr(QAT, f.__name__, f)
+for f in (stage_reached, enter, catch_up, before_fit, before_train, before_step, after_train): setattr(QAT, f.__name__, f)
 
 # %% ../nbs/12_learner.ipynb #1ababd2e
 @torch.no_grad()
 def clipped_share(quantizer, x)->float:
     "Share of values beyond the grid"
-    v = x/quantizer.scale(x.ndim)
+    v = x.to(quantizer.step.dtype)/quantizer.scale(x.ndim)
     return ((v < quantizer.qmin) | (v > quantizer.qmax)).float().mean().item()
 
 @torch.no_grad()
 def variance_error(layer, x)->float:
     "Median relative error of the variance that a layer's norms fold with, against exact statistics"
     if not isinstance(layer, RepConv2d) or not layer.branch.has_norm: return float('nan')
-    found = []
+    found, x = [], x.to(next(layer.branch.parameters()).dtype) # mixed precision hands over half
     for choice in (layer.statistics, 'batch'):
         signal = replace(layer.signal(x), statistics=choice, memo={})
         layer.branch.kernel(signal)
@@ -208,6 +213,7 @@ class QATDoctor(Callback):
             self.rows.append(dict(epoch=self.epoch, layer=n, weight_step=w.scale().mean().item(), at_floor=(w.step <= w.floor*1.01).float().mean().item(), input_step=i.scale().item(),
                                   weights_clipped=clipped_share(w, self.weight(l)), inputs_clipped=clipped_share(i, self.inputs[n]),
                                   oscillating=self.watch[n].share if n in self.watch and w.bits <= 4 else 0., variance_error=variance_error(l, self.inputs[n])))
+        self.inputs = {}   # a batch of every layer
 
     def after_fit(self):
         if self.report and self.fresh and not rank_distrib(): print('\n'.join(self.advice()))

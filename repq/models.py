@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LAYERS', 'LINEAR', 'MODELS', 'layers_of', 'set_mode', 'RepNet', 'registered', 'build_model', 'scaled',
            'check_positive', 'RepVGG', 'repvgg_a0', 'repvgg_b0', 'BasicBlock', 'orepa_7x7', 'ResNet', 'resnet18',
-           'sr_block', 'ECBSR', 'ecbsr', 'check_bits', 'layer_bits', 'merged_weight', 'output_shapes', 'LayerCost',
-           'Cost', 'cost', 'stage_box', 'draw_net']
+           'sr_block', 'ECBSR', 'ecbsr', 'check_bits', 'rep_nets', 'layer_bits', 'merged_weight', 'output_shapes',
+           'LayerCost', 'Cost', 'cost', 'stage_box', 'draw_net']
 
 # %% ../nbs/07_models.ipynb #aa6a4ef1
 import copy
@@ -277,6 +277,10 @@ def check_bits(bits, what):
     "Refuse bits that are not a whole number from 1 to 32"
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 32: raise ValueError(f'{what} must be 1..32, got {bits!r}')
 
+def rep_nets(net:nn.Module)->dict: # prefix of the names of its layers -> RepNet
+    "The networks that know their rules: this one, or parts of it"
+    return {f'{name}.' if name else '': m for name, m in net.named_modules() if isinstance(m, RepNet)}
+
 def layer_bits(
     net:nn.Module,
     weight_bits:int=32,
@@ -285,7 +289,7 @@ def layer_bits(
 )->dict: # layer name -> (weight_bits, act_bits), (32, 32) for full precision
     "The bits of every layer"
     if exceptions == 'paper':
-        exceptions = net.precision_exceptions(weight_bits, act_bits) if isinstance(net, RepNet) else {}
+        exceptions = {prefix + name: pair for prefix, m in rep_nets(net).items() for name, pair in m.precision_exceptions(weight_bits, act_bits).items()}
     if exceptions is not None and not isinstance(exceptions, dict):
         raise ValueError(f"exceptions must be 'paper', None or a dict such as {{'stem': (8, 8)}}, got {exceptions!r}")
     bits = dict.fromkeys(layers_of(net), (weight_bits, act_bits))

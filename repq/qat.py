@@ -4,28 +4,30 @@
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'RECIPES', 'replace_module', 'LayerTracer', 'follows', 'unsupported_conv', 'wrap_conv', 'wrap_layers',
-           'quantizable_layers', 'quantize', 'add_quantizers', 'needs_symmetry', 'set_statistics', 'set_bits',
-           'FrozenQuantizer', 'plain_conv', 'plain_linear', 'fold_after', 'merge_quantized', 'merge_layer', 'merge',
-           'average_statistics', 'set_ranges', 'inputs_of', 'recalibrate', 'merge_for_training', 'plain', 'merged',
-           'repq', 'learning_rates']
+           'quantizable_layers', 'checked_bits', 'quantize', 'set_statistics', 'set_bits', 'FrozenQuantizer',
+           'plain_conv', 'plain_linear', 'fold_after', 'merge_quantized', 'merge_layer', 'merge', 'average_statistics',
+           'set_ranges', 'inputs_of', 'recalibrate', 'merge_for_training', 'plain', 'merged', 'repq', 'learning_rates']
 
 # %% ../nbs/09_qat.ipynb #6165a25c
 import copy, warnings
-from collections import OrderedDict
-from itertools import islice
+from collections import Counter, OrderedDict
+from itertools import chain, islice
 import torch
 from torch import fx, nn, Tensor
 from .kernel import fold_bn
 from .norm import STATISTICS
 from .branch import Conv
-from .layer import QuantLinear, Quantizable, RepConv2d, one_of
-from .models import layer_bits
+from .layer import QuantLinear, Quantizable, RepConv2d, foldable, needs_symmetry, one_of
+from .quantizer import int_range
+from .models import layer_bits, rep_nets
 
 # %% ../nbs/09_qat.ipynb #786ae278
 def replace_module(net:nn.Module, name:str, new:nn.Module):
-    "Put another module in the place called `name`"
-    parent, _, child = name.rpartition('.')
-    setattr(net.get_submodule(parent), child, new)
+    "Put another module in place of the one called `name`, under all its names"
+    old = net.get_submodule(name)
+    for m in list(net.modules()):
+        for child, c in m._modules.items():
+            if c is old: m._modules[child] = new
 
 class LayerTracer(fx.Tracer):
     "Traces a network down to its layers"
@@ -37,8 +39,9 @@ def follows(net:nn.Module)->list: # (name, name of what directly follows and not
     except Exception as e:
         warnings.warn(f'torch.fx cannot trace {type(net).__name__} ({(str(e).splitlines() or [type(e).__name__])[0]}): a norm is paired with a convolution only where both follow each other in an nn.Sequential. '
                       'repq.convert(net) first finds more')
-        seqs = [(f'{n}.' if n else '', list(m._modules)) for n, m in net.named_modules() if type(m) is nn.Sequential]
-        return [(p + a, p + b) for p, names in seqs for a, b in zip(names, names[1:])]
+        places = Counter(c for m in net.modules() for c in m._modules.values())
+        seqs = [(f'{n}.' if n else '', list(m._modules.items())) for n, m in net.named_modules() if type(m) is nn.Sequential]
+        return [(p + a, p + b) for p, parts in seqs for (a, m), (b, after) in zip(parts, parts[1:]) if places[m] == places[after] == 1]
     calls = [n for n in nodes if n.op == 'call_module']
     once = {t for t in {n.target for n in calls} if sum(n.target == t for n in calls) == 1}
     return [(n.target, u.target) for n in calls for u in n.users if len(n.users) == 1 and u.op == 'call_module' and {n.target, u.target} <= once]
@@ -54,7 +57,9 @@ def wrap_conv(conv:nn.Conv2d, after=None)->RepConv2d:
     "A RepConv2d around the parameters of a convolution"
     branch = Conv(conv.in_channels, conv.out_channels, conv.kernel_size, conv.groups, bias=conv.bias is not None)
     branch.weight, branch.bias = conv.weight, conv.bias
-    return RepConv2d(branch, conv.stride, conv.padding, after=after).train(conv.training)
+    layer = RepConv2d(branch, conv.stride, conv.padding, after=after)
+    layer.training = branch.training = conv.training   # not train(): the norm may be frozen
+    return layer
 
 def wrap_layers(
     net:nn.Module # changed in place
@@ -62,7 +67,7 @@ def wrap_layers(
     "Replace plain convolutions (with the norms behind them) and linear layers by layers that can be quantized"
     modules, left = dict(net.named_modules()), {}
     pairs = follows(net) if any(type(m) is nn.Conv2d for m in modules.values()) else []
-    norms = {a: b for a, b in pairs if type(modules[a]) is nn.Conv2d and type(modules[b]) is nn.BatchNorm2d}
+    norms = {a: b for a, b in pairs if type(modules[a]) is nn.Conv2d and type(modules[b]) is nn.BatchNorm2d and foldable(modules[b])}
     for name, m in modules.items():
         if type(m) is nn.Linear: new = QuantLinear(m)
         elif type(m) is nn.Conv2d and not unsupported_conv(m): new = wrap_conv(m, modules.get(norms.get(name)))
@@ -70,14 +75,22 @@ def wrap_layers(
             if isinstance(m, (nn.modules.conv._ConvNd, nn.Linear)): left[name] = (type(m) is nn.Conv2d and unsupported_conv(m)) or type(m).__name__
             continue
         if not name: raise ValueError(f'the network is a single {type(m).__name__}: put it into nn.Sequential, so that it can be replaced in place')
+        if name in norms and type(m) is nn.Conv2d: replace_module(net, norms[name], nn.Identity()) # first: the new layer holds the norm
         replace_module(net, name, new)
-        if name in norms and type(m) is nn.Conv2d: replace_module(net, norms[name], nn.Identity())
     return left
 
 # %% ../nbs/09_qat.ipynb #ee576564
 def quantizable_layers(net:nn.Module)->dict: # name -> layer
     "All layers that can be quantized"
     return {n: m for n, m in net.named_modules() if isinstance(m, Quantizable)}
+
+def checked_bits(net:nn.Module, weight_bits, act_bits, exceptions)->dict: # layer name -> (weight_bits, act_bits)
+    "The bits of every layer, if all can be had"
+    bits = layer_bits(net, weight_bits, act_bits, exceptions)
+    for name, pair in bits.items():
+        wrong = {} if pair == (32, 32) else {what: b for what, b in zip(('weight_bits', 'act_bits'), pair) if not 2 <= b <= 8}
+        for what, b in wrong.items(): raise ValueError(f'{name or "the layer"}: {what} must be 2..8, got {b}; a layer in full precision has 32 for both')
+    return bits
 
 # %% ../nbs/09_qat.ipynb #4e746d95
 def quantize(
@@ -92,29 +105,21 @@ def quantize(
     if statistics is not None: one_of(statistics, STATISTICS, 'statistics')
     done = [n for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None]
     if done: raise ValueError(f'the network is quantized already ({done[0] or "the layer itself"}): use set_bits to change its bits, or start from the full-precision network')
+    bits = checked_bits(net, weight_bits, act_bits, exceptions)
     left = wrap_layers(net)
     if left: warnings.warn('left in full precision: ' + ', '.join(f'{n} ({why})' for n, why in left.items()))
     layers = quantizable_layers(net)
     if not layers: raise ValueError(f'{type(net).__name__} has no convolution or linear layer to quantize')
-    bits = layer_bits(net, weight_bits, act_bits, exceptions)
     if statistics: set_statistics(net, statistics)
-    signed = net.signed_inputs() if hasattr(net, 'signed_inputs') else {}
+    signed = {prefix + n: s for prefix, m in rep_nets(net).items() for n, s in m.signed_inputs().items()}
     for name, layer in layers.items():
-        if bits[name] != (32, 32): add_quantizers(layer, *bits[name], signed.get(name), family)
+        if bits[name] != (32, 32): layer.quantize(*bits[name], signed.get(name), family)
     return net
-
-def add_quantizers(layer, weight_bits, act_bits, signed_input, family):
-    "Quantize one layer, with the symmetric range where a norm follows"
-    layer.quantize(weight_bits, act_bits, signed_input, family, needs_symmetry(layer, weight_bits))
-
-def needs_symmetry(layer, weight_bits:int)->bool:
-    "Eight-bit weights in front of a norm do without the lowest integer"
-    return weight_bits == 8 and getattr(layer, 'after', None) is not None
 
 # %% ../nbs/09_qat.ipynb #7a6e6e01
 def set_statistics(net:nn.Module, statistics:str)->nn.Module:
     "Choose how norms inside blocks get their statistics"
-    exact = set(net.exact_norms()) if statistics == 'estimate' and hasattr(net, 'exact_norms') else set()
+    exact = {prefix + n for prefix, m in rep_nets(net).items() for n in m.exact_norms()} if statistics == 'estimate' else set()
     changed = []
     for name, m in net.named_modules():
         if not isinstance(m, RepConv2d): continue
@@ -131,7 +136,7 @@ def set_bits(net:nn.Module, weight_bits:int, act_bits:int, exceptions='paper')->
     "Change the bits of a quantized network; steps of layers that change are initialised again by the next batch. 32 bits: full precision"
     layers = {n: l for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None}
     if not layers: raise ValueError('the network is not quantized: call repq.quantize first')
-    for name, bits in layer_bits(net, weight_bits, act_bits, exceptions).items():
+    for name, bits in checked_bits(net, weight_bits, act_bits, exceptions).items():
         if name not in layers: continue
         layer, w = layers[name], layers[name].weight_quantizer
         layer.mode = 'merged' if bits == (32, 32) else 'quantized'
@@ -148,6 +153,15 @@ class FrozenQuantizer(nn.Module):
         self.qmin, self.qmax = quantizer.qmin, quantizer.qmax
         self.register_buffer('step', quantizer.scale().detach().clone())
         self.register_buffer('bits', torch.tensor(quantizer.bits))
+        self.register_buffer('limits', torch.tensor([self.qmin, self.qmax]))
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        bits = state_dict.get(f'{prefix}bits')
+        if bits is not None and bits.device.type != 'meta': # a file of before limits were saved: its bits, our sign
+            state_dict.setdefault(f'{prefix}limits', torch.tensor(int_range(int(bits), self.qmin < 0)))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.limits.device.type != 'meta': self.qmin, self.qmax = self.limits.tolist()
+
     def forward(self, x): return (x/self.step).clamp(self.qmin, self.qmax).round()*self.step
     def extra_repr(self): return f'{self.qmin}..{self.qmax}'
 
@@ -180,6 +194,8 @@ def merge_quantized(layer:Quantizable)->nn.Sequential: # of `quantize` and `conv
     weight, bias = layer.kernel() if is_conv else (layer.weight, layer.bias)
     codes, step = wq.codes(weight), wq.scale().detach().flatten()
     if is_conv: codes, step, bias = fold_after(codes, step, bias, layer.after)
+    if codes.max() > 127: raise ValueError('a weight of -128 in front of a norm with a negative gamma becomes 128, which int8 does not have: '
+                                           'quantize the layer with symmetric=True or None, and train or recalibrate again')
     on_grid = codes.to(step)*step.view(-1, *[1]*(codes.ndim - 1))
     new = plain_conv(layer, on_grid, bias) if is_conv else plain_linear(layer, on_grid)
     for name, t in dict(codes=codes.to(torch.int8), step=step.clone(), bits=torch.tensor(wq.bits)).items(): new.register_buffer(name, t)
@@ -210,33 +226,34 @@ def merge(
     return net
 
 # %% ../nbs/09_qat.ipynb #927bdc79
-def average_statistics(net, inputs)->int: # number of batches
+def average_statistics(net, inputs):
     "Replace running statistics by their plain average over batches"
-    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    momenta, count = [m.momentum for m in norms], 0
+    momenta = {m: m.momentum for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     net.eval()
-    for m in norms: m.train().reset_running_stats(); m.momentum = None
-    for count, x in enumerate(inputs, 1): net(x)
-    for m, momentum in zip(norms, momenta): m.momentum = momentum
-    return count
+    for m in momenta: m.train().reset_running_stats(); m.momentum = None
+    try:
+        for x in inputs: net(x)
+    finally:
+        for m, momentum in momenta.items(): m.momentum = momentum
 
 # %% ../nbs/09_qat.ipynb #1369ad8a
-def set_ranges(net, inputs, limit:int=2**18)->int: # number of batches
+def set_ranges(net, inputs, limit:int=2**18):
     "Initialise the quantizers of a network from the data that reaches them"
     layers = {n: l for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None}
     if not layers: raise ValueError('the network has no quantizers: call repq.quantize first')
-    seen, count = {n: [] for n in layers}, 0
-    def keep(name, x): seen[name].append(x.flatten()[::max(1, x.numel()*8//limit)])
+    seen, modes = {n: [] for n in layers}, {l: l.mode for l in layers.values()}
+    def keep(name, x): seen[name].append(x.flatten()[::max(1, x.numel()*8//limit)].clone()) # a view would hold the batch, and see what is done to it later
     hooks = [l.register_forward_pre_hook(lambda m, args, n=n: keep(n, args[0])) for n, l in layers.items()]
-    for l in layers.values(): l.mode = 'merged'
+    for l in modes: l.mode = 'merged'
     net.eval()
-    for count, x in enumerate(inputs, 1): net(x)
-    for h in hooks: h.remove()
+    try:
+        for x in inputs: net(x)
+    finally:
+        for h in hooks: h.remove()
+        for l, mode in modes.items(): l.mode = mode
     for name, l in layers.items():
         if seen[name]: l.input_quantizer.initialize(torch.cat(seen[name])[-limit:])
         l.weight_quantizer.initialize(l.kernel().weight if isinstance(l, RepConv2d) else l.weight)
-        l.mode = 'quantized'
-    return count
 
 # %% ../nbs/09_qat.ipynb #1775bcc0
 def inputs_of(batches, n=None):
@@ -252,11 +269,13 @@ def recalibrate(
 )->nn.Module:
     "Measure running statistics, or the ranges of quantizers, again from data"
     measure = {'statistics': average_statistics, 'ranges': set_ranges}[one_of(what, ('statistics', 'ranges'), 'what')]
-    was = {m: m.training for m in net.modules()}
+    was, inputs = {m: m.training for m in net.modules()}, inputs_of(batches, n)
+    first = next(inputs, None)
+    if first is None: raise ValueError('recalibrate got no batch: give it an iterable of tensors or (input, target) pairs, not used up')
     device = next(net.parameters()).device
-    seen = measure(net, (x.to(device) for x in inputs_of(batches, n)))
-    for m, training in was.items(): m.training = training
-    if not seen: raise ValueError('recalibrate got no batch')
+    try: measure(net, (x.to(device) for x in chain([first], inputs)))
+    finally:
+        for m, training in was.items(): m.training = training
     return net
 
 # %% ../nbs/09_qat.ipynb #bbd607b8
@@ -265,11 +284,10 @@ def merge_for_training(net:nn.Module)->nn.Module: # a copy
     net = copy.deepcopy(net)
     for name, layer in quantizable_layers(net).items():
         if not isinstance(layer, RepConv2d) or type(layer.branch) is Conv: continue
-        with torch.no_grad(): k = layer.eval().kernel()
+        with torch.no_grad(): k = layer.kernel()
         branch = Conv(layer.in_channels, layer.out_channels, layer.kernel_size, layer.groups, bias=True)
         branch.weight, branch.bias = nn.Parameter(k.weight.clone()), nn.Parameter(k.bias.clone())
-        layer.branch = branch
-        layer.train(net.training)
+        layer.branch = branch.train(layer.training)
     return net
 
 def plain(net:nn.Module, weight_bits:int=4, act_bits:int=4, exceptions='paper', **kwargs)->nn.Module:

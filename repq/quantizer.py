@@ -414,6 +414,8 @@ class Quantizer(Grid):
     @torch.no_grad()
     def initialize(self, x:Tensor)->bool: # whether there is a step now
         "Set sign and step from data, by MinError"
+        if getattr(self, '_is_replica', False): raise RuntimeError('a quantizer was to be initialised in a replica of nn.DataParallel, which forgets its step after each batch: '
+                                                                   'use DistributedDataParallel, with fastai learn.distrib_ctx(), or run a batch before wrapping the network')
         self.check(x)
         rows = x.detach().reshape(self.channels or 1, -1)
         signed = decide_sign(rows, self.given)

@@ -248,6 +248,7 @@ def fit(
     done = keeper.resume(learn)
     if done < epochs:
         with learn.no_bar(), learn.no_logging(): learn.fit(epochs, lr, start_epoch=done)
+    elif bits < 32: learn.qat.catch_up()
     return keeper
 
 # %% ../nbs/19_training.ipynb #d0863648

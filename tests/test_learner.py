@@ -167,3 +167,47 @@ def test_mixed_precision(parent, statistics):
         losses.append(loss.item())
         assert all(p.grad.isfinite().all() for p in net.parameters())
     assert sum(losses[-5:]) < 1.2*sum(losses[:5]) and net.eval()(x).isfinite().all()
+
+
+def test_validates_what_was_loaded(tmp_path):
+    "A plan that begins with full precision does not hide that the loaded network is quantized; validation changes no step"
+    def make(): return learner(tmp_path, QAT(2, 2, schedule={0: 32, 1: 8, 2: 2}))
+    learn = make()
+    learn.fit(3, 0.01)
+    expected = learn.validate()
+    learn.save('trained')
+    fresh = make()
+    fresh.validate()
+    assert fresh.model[2].mode == 'branches'   # nothing was loaded: full precision, as the plan says
+    fresh.load('trained')
+    assert fresh.validate() == expected and fresh.model[2].mode == 'quantized'
+    for (name, a), b in zip(learn.model.state_dict().items(), fresh.model.state_dict().values()): assert torch.equal(a, b), name
+
+
+def test_finished_training_is_resumed_quantized(tmp_path):
+    from repq.training import Workspace, fit
+    def run():
+        net = repq.quantize(network(), 4, 4)
+        with Workspace(tmp_path/'run') as work: fit(net, digits_dls(), nn.functional.cross_entropy, accuracy, work, 2, 0.01, bits=4, step_lr=1e-3, schedule_bits={0: 32, 1: 4})
+        return net.eval()
+    x, first, again = digits_dls().valid.one_batch()[0], run(), run()
+    assert again[2].mode == 'quantized' and torch.equal(first(x), again(x))
+
+
+def test_a_plan_that_comes_back(tmp_path):
+    "No stage is skipped because a later one has the same bits"
+    modes = Modes()
+    learner(tmp_path, [QAT(4, 4, schedule={0: 4, 1: 8, 2: 4}), modes]).fit(4, 0.01)
+    assert [m[1] for m in modes.seen] == [4, 8, 4, 4]
+
+
+@pytest.mark.parametrize('statistics', STATISTICS)
+def test_doctor_in_half_precision(parent, tmp_path, statistics):
+    "What it kept of a bfloat16 training it looks at in the type of the parameters, and lets it go"
+    class HalfInputs(Callback):
+        order = 29   # just before the doctor, as if the layers had got them from mixed precision
+        def after_train(self): doctor.inputs = {n: x.bfloat16() for n, x in doctor.inputs.items()}
+    doctor = QATDoctor(report=False)
+    learner(tmp_path, [QAT(4, 4, statistics=statistics), doctor, HalfInputs()], copy.deepcopy(parent)).fit(1, 0.002)
+    t = doctor.table()
+    assert len(t) == 4 and t.variance_error[:3].notna().all() and t.inputs_clipped.between(0, 0.5).all() and not doctor.inputs

@@ -261,3 +261,17 @@ def test_says_what_to_do(case):
 
 def test_unknown_argument_names_the_function():
     with pytest.raises(TypeError, match='repvgg_a0.*stages'): build_model('repvgg_a0', stages=3)
+
+
+def test_rules_hold_inside_another_network():
+    "Bits, signs and exact norms of a RepNet behind another module are its own"
+    import repq
+    def described(net, prefix=''):
+        repq.quantize(net, 4, 4, statistics='estimate')
+        layers = repq.qat.quantizable_layers(net)
+        assert all(n.startswith(prefix) for n in layers)
+        return {n.removeprefix(prefix): (l.weight_quantizer.bits, l.input_quantizer.bits, l.input_quantizer.signed, getattr(l, 'statistics', None)) for n, l in layers.items()}
+    for name in ('repvgg_a0', 'resnet18', 'ecbsr'):
+        alone = described(narrow(name))
+        assert len(set(alone.values())) > 1
+        assert described(nn.Sequential(nn.Identity(), narrow(name)), '1.') == alone

@@ -162,3 +162,169 @@ def test_constant_input_channel():
         y = net(x)
         y.square().sum().backward()
         assert y.isfinite().all() and all(p.grad.isfinite().all() for p in net.parameters())
+
+
+class Overwrites(nn.Module):
+    "Uses its layer's input again, in place"
+    def __init__(self, conv): super().__init__(); self.conv = conv
+    def forward(self, x):
+        x = x.clone()
+        y = self.conv(x)
+        x.mul_(100)
+        return y
+
+
+def test_ranges_from_a_copy():
+    "What happens to a layer's input after the layer does not reach the ranges"
+    x = torch.randn(4, 3, 8, 8)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3))
+    nets = [repq.quantize(net, 8, 8) for net in (copy.deepcopy(plain), Overwrites(plain[0]))]
+    steps = [quantizers(repq.recalibrate(net, [x], 'ranges'))[1].step for net in nets]
+    assert torch.equal(*steps)
+
+
+class Heads(nn.Module):
+    "One head and one convolution under several names"
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+        self.again, self.norm2, self.heads = self.conv, self.norm, nn.ModuleList([head]*3)
+    def forward(self, x):
+        features = self.norm2(self.again(x)).mean((2, 3))
+        return torch.cat([h(features) for h in self.heads], 1)
+
+
+def test_layers_under_several_names():
+    "A shared layer is quantized and merged wherever it is"
+    x, net = torch.randn(8, 3, 8, 8), repq.quantize(Heads(), 4, 4)
+    assert net.again is net.conv and isinstance(net.conv.after, nn.BatchNorm2d) and isinstance(net.norm, nn.Identity) and net.norm2 is net.norm
+    assert len({*net.heads}) == 1 and isinstance(net.heads[2], QuantLinear)
+    net(x)
+    merged = repq.merge(net.eval())
+    assert not quantizable_layers(merged) and len({*merged.heads}) == 1 and merged.again is merged.conv
+    assert_same(merged(x), net(x), 1e-2)
+
+
+class Untraceable(nn.Sequential):
+    def forward(self, x): return super().forward(x) if x.sum() > 0 else super().forward(x)
+
+
+def test_shared_modules_where_nothing_can_be_traced():
+    "Neighbours are paired only if neither is used elsewhere"
+    act, conv = nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)
+    net = Untraceable(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act))
+    x = torch.randn(4, 3, 8, 8)
+    expected = randomize_bn(net).eval()(x)
+    with pytest.warns(UserWarning, match='cannot trace'): repq.quantize(net, 8, 8)
+    assert isinstance(net[0][0].after, nn.BatchNorm2d) and net[0][3].after is None and net[0][6] is net[0][3]
+    for layer in quantizable_layers(net).values(): layer.mode = 'merged'
+    assert_same(net(x), expected, 1e-5)
+
+
+def test_eight_bits_before_a_negative_gamma():
+    "The code -128 would become 128: it is left out, and refused where it was asked for"
+    x = torch.randn(4, 3, 8, 8)
+    for kwargs in ({}, dict(symmetric=False)):
+        layer = make_block('plain', 3, 4)
+        with torch.no_grad():
+            layer.branch.weight.copy_(layer.branch.weight.sign()*.5)
+            layer.branch.weight[:, 0, 0, 0] = -.5
+            layer.after.weight.fill_(-1)
+        layer.quantize(8, 8, **kwargs)(x)
+        with torch.no_grad(): layer.weight_quantizer.step.fill_(.5/128)
+        if not kwargs: assert_same(repq.merge(layer.eval())(x), layer(x), 1e-5)
+        else:
+            with pytest.raises(ValueError, match='int8 does not have'): repq.merge(layer)
+
+
+def test_refused_bits_leave_a_layer_untouched():
+    layer = make_block('plain', 3, 4)
+    with pytest.raises(ValueError, match='bits must be 2..8, got 32'): layer.quantize(8, 32)
+    assert layer.weight_quantizer is None and layer.mode == 'branches'
+    assert layer.quantize(8, 8).mode == 'quantized'
+
+
+@pytest.mark.parametrize('bits, wrong', [((8, 32), 'act_bits must be 2..8, got 32'), ((32, 8), 'weight_bits must be 2..8, got 32'), ((4, 9), 'act_bits must be 2..8, got 9')])
+def test_refused_bits_leave_a_network_untouched(bits, wrong):
+    "Also if it is not the first layer whose bits cannot be had"
+    x, net = torch.randn(4, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    with pytest.raises(ValueError, match=f'0: {wrong}'): repq.quantize(net, *bits)
+    with pytest.raises(ValueError, match=f'3: {wrong}'): repq.quantize(net, 8, 8, exceptions={'3': bits})
+    assert type(net[0]) is nn.Conv2d and type(net[1]) is nn.BatchNorm2d
+    repq.quantize(net, 8, 8)(x)
+    with pytest.raises(ValueError, match=f'3: {wrong}'): set_bits(net, 4, 4, {'3': bits})
+    assert all(q.bits == 8 and q.ready for q in quantizers(net)) and net[0].mode == net[3].mode == 'quantized'
+    set_bits(net, 4, 4, {'3': None})
+    assert net[0].weight_quantizer.bits == 4 and net[3].mode == 'merged'
+
+
+def test_recalibrate_keeps_modes():
+    "A layer that was set to full precision stays there"
+    x, net = torch.randn(4, 3, 8, 8), repq.quantize(network('repvgg'), 8, 8)
+    set_bits(net, 8, 8, {'2': None})
+    repq.recalibrate(net, [x], 'ranges')
+    assert [l.mode for l in quantizable_layers(net).values()] == ['quantized', 'merged', 'quantized'] and all(q.ready for q in quantizers(net))
+
+
+@pytest.mark.parametrize('what', ['statistics', 'ranges'])
+def test_recalibrate_without_data_changes_nothing(what):
+    net = repq.quantize(network('repvgg'), 8, 8)
+    net(torch.randn(4, 3, 8, 8))
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match='no batch'): repq.recalibrate(net, [], what)
+    for name, t in net.state_dict().items(): assert torch.equal(t, before[name]), name
+
+
+@pytest.mark.parametrize('what', ['statistics', 'ranges'])
+def test_recalibrate_of_a_network_that_fails(what):
+    "Momenta, hooks, modes and training flags are put back"
+    net = repq.quantize(network('repvgg'), 8, 8)
+    set_bits(net, 8, 8, {'2': None})
+    net[0].eval()
+    flags, modes = [m.training for m in net.modules()], [l.mode for l in quantizable_layers(net).values()]
+    with pytest.raises(ValueError, match='expected an input of shape'): repq.recalibrate(net, [torch.randn(4, 3, 8, 8), torch.randn(4, 2, 8, 8)], what)
+    assert [m.training for m in net.modules()] == flags and [l.mode for l in quantizable_layers(net).values()] == modes
+    assert all(m.momentum == 0.1 for m in net.modules() if isinstance(m, nn.BatchNorm2d)) and not any(m._forward_pre_hooks for m in net.modules())
+
+
+def test_state_dict_of_a_merged_network():
+    "It brings its ranges along, bits and sign; files from before ranges were saved load as well"
+    x, nets = torch.randn(4, 3, 8, 8), []
+    for bits, batch in ((4, x), (8, x.abs())):
+        nets.append(repq.quantize(network('repvgg'), bits, bits))
+        nets[-1](batch)
+        nets[-1].eval()
+    (four, eight), saved = map(repq.merge, nets), repq.merge(nets[0]).state_dict()
+    eight.load_state_dict(saved)
+    assert torch.equal(eight(x), four(x)) and eight[0].quantize.qmin == -8
+    old = {n: t for n, t in saved.items() if not n.endswith('.limits')}
+    for bits in (4, 8):
+        net = repq.quantize(network('repvgg'), bits, bits)
+        net(x)
+        net = repq.merge(net)
+        net.load_state_dict(old)
+        assert torch.equal(net(x), four(x))
+    assert 'limits' not in ' '.join(old)
+
+
+def test_frozen_norms_stay_frozen():
+    "Wrapping and merging keep the training flag of each norm"
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    net[1].eval()
+    repq.quantize(net, 4, 4)
+    assert not net[0].after.training and net[0].training and net[0].branch.training and net[3].after.training
+    net = network('orepa')
+    net[0].after.eval()
+    single = repq.qat.merge_for_training(net)
+    assert not single[0].after.training and single[0].training and single[0].branch.training and single[2].after.training and net[2].branch.training
+
+
+@pytest.mark.parametrize('kind', ['affine', 'track_running_stats'])
+def test_norms_that_cannot_be_folded(kind):
+    "They stay modules of their own, and the network can be merged"
+    x, norm = torch.randn(4, 3, 8, 8), nn.BatchNorm2d(4, **{kind: False})
+    net = repq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU()), 8, 8)
+    net(x)
+    assert net[0].after is None and net[1] is norm
+    assert torch.equal(repq.merge(net.eval())(x), net(x))
+    with pytest.raises(ValueError, match='cannot be folded'): RepConv2d(repq.branch.Conv(3, 4, 3), after=norm)

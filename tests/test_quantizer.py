@@ -383,3 +383,16 @@ def test_speed():
     shown = {name: f'{1e3*m:.1f} (min {1e3*min(times[name]):.1f}) ms' for name, m in median.items()}
     assert median['naive'] >= 2*median['eager'], shown
     assert median['naive'] >= 4*median['compiled'], shown
+
+
+def test_replicas_of_data_parallel_are_refused():
+    "What a replica learns of its first batch would be lost; initialised before, it is fine"
+    q, x = LSQ(4), torch.randn(8)
+    def replica():
+        r = q._replicate_for_data_parallel()
+        r.step = q.step   # as nn.parallel.replicate hands them over
+        return r
+    with pytest.raises(RuntimeError, match='DistributedDataParallel.*distrib_ctx'): replica()(x)
+    assert not q.ready
+    expected = q(x)
+    assert torch.equal(replica()(x), expected)
