@@ -221,6 +221,40 @@ def test_operators(tmp_path, name):
         assert_same(run_onnx(session, x), net(x).detach(), 1e-5, f'{name} at {size}')
 
 
+def changed_input(x): y = x*2; z = F.relu(y, inplace=True)*3; return z + y
+def changed_by_statement(x): y = x*2; before = y + 1; y.add_(x); return y*before
+def changed_twice(x): y = x*2; y.add_(x); torch.relu_(y); y *= 3; return y
+def changed_under_two_names(x): y = x*2; same = y.contiguous(); y.mul_(3); return same + y
+def changed_network_input(x): y = x.relu_(); return y - x*2
+def changed_and_not_read(x): y = x*2; z = y + 1; y.relu_(); return z
+EFFECTS = (changed_input, changed_by_statement, changed_twice, changed_under_two_names, changed_network_input, changed_and_not_read)
+
+
+@pytest.mark.parametrize('mode', [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize('f', EFFECTS)
+def test_operations_in_place(tmp_path, f, mode):
+    "Whoever reads a tensor after it was changed reads the result, in the file too; the example stays as it was"
+    with mode():
+        net, x = Functions(f).eval(), torch.randn(2, 6, 8, 8)
+        kept = x.clone()
+        session = onnx_session(export_onnx(net, tmp_path/'net.onnx', x))
+        assert torch.equal(x, kept)
+    x = torch.randn(3, 6, 10, 12)
+    assert_same(run_onnx(session, x), net(x.clone()), 1e-6)
+
+
+class SharedByActivation(nn.Module):
+    "The skip connection starts before a ReLU in place, so it starts behind it"
+    def __init__(self): super().__init__(); self.a, self.act, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(6, 6, 3, padding=1)
+    def forward(self, x): y = self.a(x); return self.b(self.act(y)) + y
+
+
+def test_operations_in_place_of_quantized_layers(tmp_path):
+    x = torch.randn(4, 3, 9, 9)
+    net = settled(SharedByActivation(), x, 8, 8)
+    assert_parity(net, export_onnx(net, tmp_path/'net.onnx', x[:1]), x)
+
+
 def test_full_precision_parity(tmp_path):
     "A float32 file has a certificate too, and a changed network fails it"
     x = torch.randn(4, 3, 32, 32)
@@ -326,6 +360,7 @@ BAD = {
     'reflecting padding': (lambda: chain(nn.Conv2d(8, 8, 3, padding_mode='reflect', padding=1)), X, "m0: Conv2d with padding_mode='reflect' cannot be exported"),
     'branch on a value': (lambda: chain(Branching()), X, 'm0 cannot be traced'),
     'branch on a size': (lambda: chain(OnSize()), X, 'decide in __init__'),
+    'part changed in place': (lambda: chain(Functions(lambda x: (x.flatten(1).relu_(), x)[1])), X, "m0: relu_ changes a tensor of which 'conv', read afterwards, is another part or shape"),
     'wrong channels': (lambda: chain(), torch.randn(1, 4, 16, 16), 'conv cannot run an example of shape (1, 4, 16, 16)'),
     'too small': (lambda: chain(), torch.randn(1, 3, 2, 2), 'conv cannot run an example of shape (1, 3, 2, 2)'),
     'second input': (lambda: TwoInputs().eval(), X, "TwoInputs needs a second input, 'y'"),
