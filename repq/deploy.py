@@ -94,7 +94,6 @@ class ExampleTracer(fx.Tracer):
     def __init__(self, examples): super().__init__(); self.examples, self.path, self.running = examples, [''], False
     def is_leaf_module(self, m, name): return isinstance(m, FrozenQuantizer) or super().is_leaf_module(m, name)
     def proxy(self, node): return ExampleProxy(node, self)
-
     def getattr(self, attr, value, cache): return value if self.running else super().getattr(attr, value, cache)
 
     def call_module(self, m, forward, args, kwargs):
@@ -113,6 +112,14 @@ class ExampleTracer(fx.Tracer):
         self.running = False
         proxy.node.meta['changed'] = [n for n, version in before.items() if self.version(n) != version]
         return proxy
+
+    def create_node(self, kind, target, *rest, **more):
+        node = super().create_node(kind, target, *rest, **more)
+        if kind == 'get_attr':                              # a buffer gets no proxy
+            self.running = True
+            node.meta.update(path=self.path[-1], values=(operator.attrgetter(target)(self.root),)*2)
+            self.running = False
+        return node
 
     def version(self, node):
         "How often the tensor of a node was changed in place"

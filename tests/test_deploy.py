@@ -196,7 +196,17 @@ class Functions(nn.Module):
     def forward(self, x): return self.f(x)
 
 
+class Normalizing(nn.Module):
+    "Reads two buffers, a parameter and a constant"
+    def __init__(self):
+        super().__init__()
+        for name in ('mean', 'std'): self.register_buffer(name, torch.rand(6, 1, 1) + 1)
+        self.gain = nn.Parameter(torch.rand(6, 1, 1))
+    def forward(self, x): return (x - self.mean)/self.std*self.gain + torch.tensor(.5)
+
+
 OPERATORS = {
+    'buffers': Normalizing(),
     'activations': nn.Sequential(nn.LeakyReLU(.2), nn.PReLU(6), nn.Hardswish(), nn.SiLU(), nn.GELU(), nn.GELU('tanh'), nn.Hardsigmoid(), nn.Tanh(), nn.Sigmoid(), nn.Dropout()),
     'pooling': nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2, 1, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False), nn.MaxPool2d(2, ceil_mode=True)),
     'layers': nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3, padding='same', bias=False), nn.Conv2d(4, 8, 3, 2, 2, 2, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3), nn.Softmax(1)),
@@ -340,6 +350,9 @@ class Branching(nn.Module):
     def forward(self, x): return x if x.mean() > 0 else -x
 class OnSize(nn.Module):
     def forward(self, x): return x if x.shape[2] > 10 else -x
+class Counting(nn.Module):
+    def __init__(self): super().__init__(); self.register_buffer('seen', torch.zeros(()))
+    def forward(self, x): return x*self.seen.add_(x.mean((0, 1, 2, 3)))
 class TwoInputs(nn.Module):
     def forward(self, x, y): return x + y
 def chain(*more): return nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 8, 3), **{f'm{i}': m for i, m in enumerate(more)})).eval()
@@ -361,6 +374,7 @@ BAD = {
     'branch on a value': (lambda: chain(Branching()), X, 'm0 cannot be traced'),
     'branch on a size': (lambda: chain(OnSize()), X, 'decide in __init__'),
     'part changed in place': (lambda: chain(Functions(lambda x: (x.flatten(1).relu_(), x)[1])), X, "m0: relu_ changes a tensor of which 'conv', read afterwards, is another part or shape"),
+    'state changed in place': (lambda: chain(Counting()), X, "m0: add_ changes 'm0.seen', which belongs to the network, in place"),
     'wrong channels': (lambda: chain(), torch.randn(1, 4, 16, 16), 'conv cannot run an example of shape (1, 4, 16, 16)'),
     'too small': (lambda: chain(), torch.randn(1, 3, 2, 2), 'conv cannot run an example of shape (1, 3, 2, 2)'),
     'second input': (lambda: TwoInputs().eval(), X, "TwoInputs needs a second input, 'y'"),
