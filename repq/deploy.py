@@ -193,7 +193,7 @@ MODULES = { # module -> its function, and the attributes that are its arguments
     nn.ReLU: (F.relu, ()), nn.ReLU6: (F.relu6, ()), nn.Hardtanh: (F.hardtanh, ('min_val', 'max_val')), nn.PReLU: (F.prelu, ('weight',)),
     nn.LeakyReLU: (F.leaky_relu, ('negative_slope',)), nn.Sigmoid: (torch.sigmoid, ()), nn.Tanh: (torch.tanh, ()), nn.SiLU: (F.silu, ()),
     nn.Hardswish: (F.hardswish, ()), nn.Hardsigmoid: (F.hardsigmoid, ()), nn.GELU: (F.gelu, ('approximate',)), nn.Softmax: (F.softmax, ('dim',)),
-    nn.MaxPool2d: (F.max_pool2d, (*POOL, 'dilation')), nn.AvgPool2d: (F.avg_pool2d, (*POOL, 'count_include_pad')),
+    nn.MaxPool2d: (F.max_pool2d, (*POOL, 'dilation')), nn.AvgPool2d: (F.avg_pool2d, (*POOL, 'count_include_pad', 'divisor_override')),
     nn.AdaptiveAvgPool2d: (F.adaptive_avg_pool2d, ('output_size',)), nn.Flatten: (torch.flatten, ('start_dim', 'end_dim')),
     nn.PixelShuffle: (F.pixel_shuffle, ('upscale_factor',)), nn.Upsample: (F.interpolate, ('size', 'scale_factor', 'mode', 'align_corners')),
     **dict.fromkeys((nn.Identity, nn.Dropout, nn.Dropout2d), (passed, ()))}
@@ -259,7 +259,7 @@ def handles(*functions):
 
 for f, kind in {F.relu: 'Relu', torch.sigmoid: 'Sigmoid', torch.tanh: 'Tanh', F.hardswish: 'HardSwish'}.items():
     HANDLERS[f] = lambda w, x, kind=kind: w.op(kind, x)
-for f, kind in {torch.add: 'Add', torch.sub: 'Sub', torch.mul: 'Mul', torch.div: 'Div', operator.floordiv: 'Div'}.items():
+for f, kind in {torch.add: 'Add', torch.sub: 'Sub', torch.mul: 'Mul', torch.div: 'Div'}.items():
     HANDLERS[f] = lambda w, x, y, kind=kind: w.op(kind, *(w.like(a, x if isinstance(x, str) else y) for a in (x, y)))
 HANDLERS[passed] = lambda w, x, *a, **k: x
 HANDLERS[size_of] = lambda w, x, dim: w.op('Shape', x, start=dim, end=dim + 1)
@@ -276,6 +276,13 @@ HANDLERS[F.relu6] = lambda w, x: w.op('Clip', x, w.const(np.float32(0)), w.const
 def _(w, x, min_val=None, max_val=None, min=None, max=None):
     low, high = (a if a is not None else b for a, b in ((min_val, min), (max_val, max)))
     return w.op('Clip', x, *('' if a is None else w.const(np.float32(a)) for a in (low, high)))
+
+# %% ../nbs/10_deploy.ipynb #64c0d1ab
+@handles(operator.floordiv)
+def _(w, x, y):
+    quotient = HANDLERS[torch.div](w, x, y)
+    values = [w.values[a][0] for a in (x, y) if isinstance(a, str)]
+    return w.op('Floor', quotient) if any(isinstance(v, Tensor) and v.is_floating_point() for v in values) else quotient
 
 # %% ../nbs/10_deploy.ipynb #4c1b4238
 def pair(n): return list(n) if isinstance(n, (tuple, list)) else [n, n]
@@ -325,7 +332,8 @@ def _(w, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
     return pooling(w, 'MaxPool', x, kernel_size, stride, padding, ceil_mode, dilations=pair(dilation))
 
 @handles(F.avg_pool2d)
-def _(w, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True):
+def _(w, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+    if divisor_override is not None: raise ValueError(f'ONNX averages over the window, got divisor_override={divisor_override}: leave it out and multiply the average instead')
     return pooling(w, 'AveragePool', x, kernel_size, stride, padding, ceil_mode, count_include_pad=int(count_include_pad))
 
 @handles(F.adaptive_avg_pool2d)
