@@ -13,7 +13,7 @@ import copy, hashlib, html, json, platform
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
-from math import ceil, inf, log10
+from math import ceil, inf, isfinite, log10
 from pathlib import Path
 import numpy as np
 import torch
@@ -172,7 +172,7 @@ class Station:
 
     def add_integers(self, got:Tensor, expected:Tensor, drift:Tensor):
         "Take in a batch of integers, of the cut file, of the network and of the file from end to end"
-        delta = (got.double() - expected.double()).abs()
+        delta = (got.double() - expected.double()).abs().nan_to_num(2.**31, 2.**31)
         self.numbers, self.differing, self.largest = self.numbers + got.numel(), self.differing + int((delta > 0).sum()), max(self.largest, int(delta.max()))
         self.drifted += int((drift.double() != expected.double()).sum())
 
@@ -196,10 +196,11 @@ class Outputs:
 
     def compare(self, a, b)->dict:
         "How far `a` is from `b`"
-        result = dict(images=len(b), relative_error=((a - b).double().norm()/b.double().norm()).item(), largest_difference=(a - b).abs().max().item())
+        error, size, largest = (a - b).double().norm().item(), b.double().norm().item(), (a - b).abs().max().item()
+        result = dict(images=len(b), relative_error=error/size if size else float(error > 0), largest_difference=largest)
         target = torch.cat(self.targets) if len(self.targets) == len(self.got) else None
         if b.ndim == 2 and b.shape[1] > 1: result |= self.classes(a, b, target)
-        if b.ndim == 4 and target is not None and target.shape == b.shape: result['psnr_difference'] = psnr(a, target) - psnr(b, target)
+        if b.ndim == 4 and target is not None and target.shape == b.shape: result['psnr_difference'] = 0. if torch.equal(a, b) else psnr(a, target) - psnr(b, target)
         elif b.ndim == 4: result['psnr'] = psnr(a, b)
         return result
 
@@ -214,8 +215,9 @@ class Outputs:
 
 def psnr(a:Tensor, b:Tensor)->float: # dB
     "Peak signal-to-noise ratio, the peak being the range of `b`"
-    error = (a - b).double().square().mean().item()
-    return 20*log10((b.max() - b.min()).item()) - 10*log10(error) if error else inf
+    error, peak = (a - b).double().square().mean().item(), (b.max() - b.min()).item()
+    if not error: return inf
+    return 20*log10(peak) - 10*log10(error) if peak else -inf
 
 # %% ../nbs/13_parity.ipynb #3b856607
 LIMITS = dict(share=1e-3, largest=1, error=5e-3, end_to_end_error=5e-3, top1=.995, psnr=.02) # psnr in dB
@@ -239,12 +241,13 @@ class Parity:
         for s in self.stations:
             if s.differing > max(1, m['share']*s.numbers) or s.largest > m['largest']: # one may always lie on a tie
                 found.append(f'{s.layer}: {s.differing:,} of {s.numbers:,} integers differ, by up to {s.largest}: {s.reasons()}')
-            elif s.error >= m['error']: found.append(f'{s.layer}: relative error {s.error:.2%}, allowed {m["error"]:.2%}')
-        if e['relative_error'] >= m['end_to_end_error'] and not self.only_ties():
+            elif not s.error < m['error']: found.append(f'{s.layer}: relative error {s.error:.2%}, allowed {m["error"]:.2%}')
+        if not isfinite(e['relative_error']): found.append('end to end: the output is not finite, of the network or of the file')
+        elif e['relative_error'] >= m['end_to_end_error'] and not self.only_ties():
             found.append(f'end to end: relative error {e["relative_error"]:.2%}, allowed {m["end_to_end_error"]:.2%}')
         if len(e.get('changed', ())) > ceil((1 - m['top1'])*e['images']):
             found.append(f'end to end: top-1 agrees on {e["top1_agreement"]:.2%}, at least {m["top1"]:.2%} are needed')
-        if abs(e.get('psnr_difference', 0)) > m['psnr']: found.append(f'end to end: PSNR differs by {e["psnr_difference"]:.3f} dB, allowed {m["psnr"]} dB')
+        if not abs(e.get('psnr_difference', 0)) <= m['psnr']: found.append(f'end to end: PSNR differs by {e["psnr_difference"]:.3f} dB, allowed {m["psnr"]} dB')
         return found
 
     def only_ties(self)->bool:

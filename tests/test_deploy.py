@@ -320,6 +320,38 @@ def test_operator_between_layers_is_checked(exported):
     assert not report.ok and report.first.layer == 'input of head' and 'an operator before the quantizer gives something else' in report.first.why, report
 
 
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+@pytest.mark.parametrize('where', ['input', 'weight'])
+def test_what_is_not_finite_fails(exported, tmp_path, bad, where):
+    "Equal or not, such outputs certify nothing"
+    net, path, x = exported
+    if where == 'weight':
+        net = chain(nn.ReLU())
+        with torch.no_grad(): net.conv.bias[1] = bad
+        path = export_onnx(net, tmp_path/'bad.onnx', x[:1])
+    x = x.clone()
+    if where == 'input': x[0, 0, 3, 3] = bad
+    report = check_parity(net, path, [x])
+    assert 'not finite' in str(report.failures()) if where == 'weight' or bad != bad else report.ok, report    # a quantizer clips what is infinite
+
+
+def test_outputs_of_zero(tmp_path):
+    "Nothing to divide by: equal is equal"
+    net = chain(nn.ReLU())
+    with torch.no_grad(): net.conv.weight.zero_(), net.conv.bias.fill_(-1)
+    report = check_parity(net, export_onnx(net, tmp_path/'net.onnx', X), [X])
+    assert report.ok and report.end_to_end['relative_error'] == 0, report
+    with torch.no_grad(): net.conv.bias.fill_(1)
+    assert not check_parity(net, tmp_path/'net.onnx', [X]).ok
+
+
+def test_perfect_outputs(tmp_path):
+    "Network and file both hit the target exactly"
+    net, x = Functions(lambda x: x.relu()).eval(), torch.rand(2, 3, 8, 8)
+    report = check_parity(net, export_onnx(net, tmp_path/'net.onnx', x), [(x, x)])
+    assert report.ok and report.end_to_end['psnr_difference'] == 0, report
+
+
 def test_bias_rounding_is_the_reason_without_emulation(tmp_path):
     x = torch.randn(16, 3, 16, 16)
     net = settled(nn.Sequential(make_block('plain', 3, 8), nn.ReLU(), make_block('plain', 8, 8), nn.ReLU(), make_block('plain', 8, 4)), x, 4, 4)
