@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GIVEN', 'TIE', 'FOLD', 'NOT_MERGED', 'LIMITS', 'file_layers', 'tapped_model', 'ReferenceLayer', 'reference_layers',
            'run_reference', 'explain_codes', 'saturates', 'file_weight', 'different_integers', 'Station', 'Outputs',
-           'psnr', 'Parity', 'to_json', 'save', 'cells', 'in_words', 'summary', 'ParityRun', 'compare_batch', 'explain',
-           'blame', 'compare_output', 'check_parity', 'run_network', 'batches_of']
+           'psnr', 'Parity', 'finite', 'to_json', 'save', 'cells', 'in_words', 'summary', 'ParityRun', 'compare_batch',
+           'explain', 'blame', 'compare_output', 'check_parity', 'run_network', 'batches_of']
 
 # %% ../nbs/13_parity.ipynb #250be775
 import copy, hashlib, html, json, platform
@@ -263,12 +263,19 @@ class Parity:
         return next((s for s in self.stations if s.differing), None)
 
 # %% ../nbs/13_parity.ipynb #62906c7d
+def finite(value):
+    "A value for JSON: None where a number is not finite"
+    if isinstance(value, dict): return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)): return [finite(v) for v in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
 def to_json(self:Parity)->str:
     "The certificate: all numbers, the verdict, and what it was measured with"
     first = self.first and dict(layer=self.first.layer, compared=self.first.compared, why=self.first.why)
     stations = [{k: v for k, v in vars(s).items() if k != 'squares'} | dict(share=s.share, drift=s.drift) for s in self.stations]
     rest = {k: v for k, v in vars(self).items() if k != 'stations'}
-    return json.dumps(dict(ok=self.ok, failures=self.failures(), first_difference=first, **rest, stations=stations), indent=1)
+    certificate = dict(ok=self.ok, failures=self.failures(), first_difference=first, **rest, stations=stations)
+    return json.dumps(finite(certificate), indent=1, allow_nan=False)
 
 def save(self:Parity, path)->Path:
     "Write the certificate, whole or not at all"

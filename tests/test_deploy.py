@@ -352,6 +352,18 @@ def test_perfect_outputs(tmp_path):
     assert report.ok and report.end_to_end['psnr_difference'] == 0, report
 
 
+def test_a_certificate_is_json(tmp_path):
+    "Equal images have an infinite PSNR, images without contrast none; JSON has neither"
+    def refuse(name): raise AssertionError(f'{name} is not JSON')
+    net = Functions(lambda x: x.relu()).eval()
+    path = export_onnx(net, tmp_path/'net.onnx', X)
+    report = check_parity(net, path, [X])
+    assert report.end_to_end['psnr'] == float('inf')
+    assert json.loads(report.to_json(), parse_constant=refuse)['end_to_end']['psnr'] is None
+    report = check_parity(Functions(lambda x: x.relu()*0 + 1).eval(), path, [X])
+    assert not report.ok and json.loads(report.to_json(), parse_constant=refuse)['end_to_end']['psnr'] is None
+
+
 def test_bias_rounding_is_the_reason_without_emulation(tmp_path):
     x = torch.randn(16, 3, 16, 16)
     net = settled(nn.Sequential(make_block('plain', 3, 8), nn.ReLU(), make_block('plain', 8, 8), nn.ReLU(), make_block('plain', 8, 4)), x, 4, 4)
