@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GIVEN', 'TIE', 'FOLD', 'NOT_MERGED', 'LIMITS', 'file_layers', 'tapped_model', 'ReferenceLayer', 'reference_layers',
            'run_reference', 'explain_codes', 'saturates', 'file_weight', 'different_integers', 'Station', 'Outputs',
-           'psnr', 'Parity', 'finite', 'to_json', 'save', 'cells', 'in_words', 'summary', 'ParityRun', 'compare_batch',
-           'explain', 'blame', 'compare_output', 'check_parity', 'run_network', 'batches_of']
+           'joined', 'psnr', 'Parity', 'finite', 'to_json', 'save', 'cells', 'in_words', 'summary', 'ParityRun',
+           'compare_batch', 'explain', 'blame', 'compare_output', 'check_parity', 'run_network', 'batches_of']
 
 # %% ../nbs/13_parity.ipynb #250be775
 import copy, hashlib, html, json, platform
@@ -191,17 +191,17 @@ class Outputs:
 
     def summary(self)->dict:
         "Relative error, and top-1 agreement or PSNR; the same for what rounding the biases alone changes"
-        result = self.compare(torch.cat(self.got), torch.cat(self.expected))
-        return result | dict(rounding_biases=self.compare(torch.cat(self.expected), torch.cat(self.trained)))
+        got, expected, trained = map(joined, (self.got, self.expected, self.trained))
+        return self.compare(got, expected) | dict(rounding_biases=self.compare(expected, trained))
 
     def compare(self, a, b)->dict:
         "How far `a` is from `b`"
         error, size, largest = (a - b).double().norm().item(), b.double().norm().item(), (a - b).abs().max().item()
-        result = dict(images=len(b), relative_error=error/size if size else float(error > 0), largest_difference=largest)
-        target = torch.cat(self.targets) if len(self.targets) == len(self.got) else None
+        result = dict(images=sum(map(len, self.got)), relative_error=error/size if size else float(error > 0), largest_difference=largest)
+        target, pictures = joined(self.targets) if len(self.targets) == len(self.got) else None, self.got[0].ndim == 4
         if b.ndim == 2 and b.shape[1] > 1: result |= self.classes(a, b, target)
-        if b.ndim == 4 and target is not None and target.shape == b.shape: result['psnr_difference'] = 0. if torch.equal(a, b) else psnr(a, target) - psnr(b, target)
-        elif b.ndim == 4: result['psnr'] = psnr(a, b)
+        if pictures and target is not None and all(t.shape == y.shape for t, y in zip(self.targets, self.got)): result['psnr_difference'] = 0. if torch.equal(a, b) else psnr(a, target) - psnr(b, target)
+        elif pictures: result['psnr'] = psnr(a, b)
         return result
 
     def classes(self, a, b, target)->dict:
@@ -212,6 +212,10 @@ class Outputs:
         if target is not None and target.ndim == 1 and not target.is_floating_point():
             found |= {name: (t.argmax(1) == target).float().mean().item() for name, t in dict(accuracy=a, accuracy_expected=b).items()}
         return found
+
+def joined(batches:list)->Tensor:
+    "Batches as one; as one row of numbers if their sizes differ"
+    return torch.cat(batches if len({t.shape[1:] for t in batches}) == 1 else [t.flatten() for t in batches])
 
 def psnr(a:Tensor, b:Tensor)->float: # dB
     "Peak signal-to-noise ratio, the peak being the range of `b`"

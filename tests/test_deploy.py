@@ -383,6 +383,18 @@ def test_super_resolution_is_judged_by_psnr(tmp_path):
     assert not check_parity(net, tmp_path/'net.onnx', [(low, high)], psnr=-1.).ok
 
 
+@pytest.mark.parametrize('paired', [True, False])
+def test_pictures_of_several_sizes(tmp_path, paired):
+    "One certificate for all of them"
+    low = [torch.rand(2, 1, h, w) for h, w in ((12, 12), (9, 14))]
+    net = settled(repq.models.ecbsr(blocks=1), low[0], 8, 8)
+    path = export_onnx(net, tmp_path/'net.onnx', low[0][:1])
+    batches = [(x, F.interpolate(x, scale_factor=2, mode='bilinear')) for x in low] if paired else low
+    report = check_parity(net, path, batches)
+    assert report.ok and report.end_to_end['images'] == 4 and ('psnr_difference' if paired else 'psnr') in report.end_to_end, report
+    assert check_parity(net, path, batches[:1]).end_to_end['largest_difference'] <= report.end_to_end['largest_difference']
+
+
 def test_saturation():
     "The largest products are exact with precise=True; without, exactly where saturates() says so"
     x, w = np.full((5, 320), 255, np.uint8), np.full((320, 48), 127, np.int8)
