@@ -91,7 +91,7 @@ def run_reference(net:nn.Module, layers:list, reference:dict, x:Tensor, bias_rou
         seen[name] = args[0].clone(), y.clone()                     # what follows may work in place
         return y
     hooks = [net.get_submodule(path).register_forward_hook(lambda m, a, y, p=path: note(m, a, y, p)) for path in {l['path'] for l in layers}]
-    try: return net(x), seen
+    try: return net(x.clone()), seen                                # which may begin in place
     finally:
         for h in hooks: h.remove()
 
@@ -440,7 +440,7 @@ def check_parity(
 @torch.no_grad()
 def run_network(net:nn.Module, x:Tensor)->Tensor:
     "The network as it was trained; an error says which batch it could not take"
-    try: return net(x)
+    try: return net(x.clone())
     except Exception as e: raise ValueError(f'the network cannot run a batch of shape {tuple(x.shape)}: {e}') from e
 
 def batches_of(batches, n=None):

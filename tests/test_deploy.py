@@ -237,8 +237,10 @@ def changed_by_statement(x): y = x*2; before = y + 1; y.add_(x); return y*before
 def changed_twice(x): y = x*2; y.add_(x); torch.relu_(y); y *= 3; return y
 def changed_under_two_names(x): y = x*2; same = y.contiguous(); y.mul_(3); return same + y
 def changed_network_input(x): y = x.relu_(); return y - x*2
+def shifted_network_input(x): return x.add_(1)*2
+def changed_by_position(x): y = x*2; z = F.relu(y, True); F.leaky_relu(y, .1, True); F.hardtanh(y, -.5, .5, True); F.relu6(y, True); return F.silu(y, True) + z
 def changed_and_not_read(x): y = x*2; z = y + 1; y.relu_(); return z
-EFFECTS = (changed_input, changed_by_statement, changed_twice, changed_under_two_names, changed_network_input, changed_and_not_read)
+EFFECTS = (changed_input, changed_by_statement, changed_twice, changed_under_two_names, changed_network_input, shifted_network_input, changed_by_position, changed_and_not_read)
 
 
 @pytest.mark.parametrize('mode', [torch.enable_grad, torch.inference_mode])
@@ -252,6 +254,8 @@ def test_operations_in_place(tmp_path, f, mode):
         assert torch.equal(x, kept)
     x = torch.randn(3, 6, 10, 12)
     assert_same(run_onnx(session, x), net(x.clone()), 1e-6)
+    kept = x.clone()
+    assert check_parity(net, tmp_path/'net.onnx', [x]).ok and torch.equal(x, kept)
 
 
 class SharedByActivation(nn.Module):
