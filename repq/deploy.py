@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['POOL', 'MODULES', 'SAME', 'HANDLERS', 'CLIPS', 'OPSET', 'IR_VERSION', 'optional', 'integer_parameters', 'bias_factor',
-           'code_range', 'size_of', 'ExampleProxy', 'ExampleTracer', 'second_example', 'trace_examples', 'passed',
-           'operation', 'Writer', 'handles', 'pair', 'pads', 'attributes_of', 'conv_attributes', 'named', 'pooling',
-           'reshaped', 'clip_bounds', 'Quantization', 'find_quantizers', 'write_quantizer', 'write_weight',
-           'write_windows', 'write_sum', 'write_layer', 'needed_users', 'label_calls', 'write_node', 'supported',
-           'write_graph', 'check_evaluating', 'check_example', 'export_onnx', 'onnx_session', 'run_onnx',
-           'executed_ops']
+           'code_range', 'size_of', 'ExampleProxy', 'ExampleTracer', 'second_example', 'trace_examples', 'layout',
+           'without_in_place', 'passed', 'operation', 'Writer', 'handles', 'pair', 'pads', 'attributes_of',
+           'conv_attributes', 'named', 'pooling', 'reshaped', 'clip_bounds', 'Quantization', 'find_quantizers',
+           'write_quantizer', 'write_weight', 'write_windows', 'write_sum', 'write_layer', 'needed_users',
+           'label_calls', 'write_node', 'supported', 'write_graph', 'check_evaluating', 'check_example', 'export_onnx',
+           'onnx_session', 'run_onnx', 'executed_ops']
 
 # %% ../nbs/10_deploy.ipynb #cfccb0c4
 import copy, json, operator, tempfile
@@ -94,7 +94,6 @@ class ExampleTracer(fx.Tracer):
     def __init__(self, examples): super().__init__(); self.examples, self.path, self.running = examples, [''], False
     def is_leaf_module(self, m, name): return isinstance(m, FrozenQuantizer) or super().is_leaf_module(m, name)
     def proxy(self, node): return ExampleProxy(node, self)
-
     def getattr(self, attr, value, cache): return value if self.running else super().getattr(attr, value, cache)
 
     def call_module(self, m, forward, args, kwargs):
@@ -107,10 +106,25 @@ class ExampleTracer(fx.Tracer):
     def create_proxy(self, kind, target, args, kwargs, *rest, **more):
         first = not self.graph.nodes
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        before = {n: self.version(n) for n in proxy.node.all_input_nodes}
         self.running = True
         proxy.node.meta.update(path=self.path[-1], values=tuple(self.value(proxy.node, i, first) for i in (0, 1)))
         self.running = False
+        proxy.node.meta['changed'] = [n for n, version in before.items() if self.version(n) != version]
         return proxy
+
+    def create_node(self, kind, target, *rest, **more):
+        node = super().create_node(kind, target, *rest, **more)
+        if kind == 'get_attr':                              # a buffer gets no proxy
+            self.running = True
+            node.meta.update(path=self.path[-1], values=(operator.attrgetter(target)(self.root),)*2)
+            self.running = False
+        return node
+
+    def version(self, node):
+        "How often the tensor of a node was changed in place"
+        t = node.meta['values'][0]
+        return t._version if isinstance(t, Tensor) and not t.is_inference() else None
 
     def value(self, node, i, first):
         "What a node gives for one of the examples"
@@ -130,10 +144,11 @@ def second_example(net:nn.Module, example:Tensor)->Tensor:
     except Exception: return example.new_zeros(batch + 1, *rest)
     return larger
 
+@torch.inference_mode(False) # in which versions are not counted
 @torch.no_grad()
 def trace_examples(net:nn.Module, example:Tensor)->fx.Graph:
     "The computation graph of a network; each node knows its module and its values for two examples"
-    tracer = ExampleTracer((example, second_example(net, example)))
+    tracer = ExampleTracer((example.clone(), second_example(net, example)))
     others = [p for p in signature(net.forward).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
     needed = [p.name for p in others if p.default is p.empty]
     if needed: raise ValueError(f'{type(net).__name__} needs a second input, {needed[0]!r}: export takes networks of one tensor')
@@ -146,6 +161,27 @@ def trace_examples(net:nn.Module, example:Tensor)->fx.Graph:
         except Exception as plainly: e = plainly                    # without the symbols of the trace
         raise ValueError(f'{tracer.path[-1] or "the network"} cannot run an example of shape {tuple(example.shape)}: {e}') from e
 
+# %% ../nbs/10_deploy.ipynb #7e2b94d6
+def layout(node:fx.Node)->tuple:
+    "Where the tensor of a node lies: memory, and what part of it"
+    t = node.meta.get('values', (None,))[0]
+    return (t.untyped_storage().data_ptr(), t.shape, t.stride(), t.storage_offset()) if isinstance(t, Tensor) else (None,)
+
+def without_in_place(graph:fx.Graph)->fx.Graph:
+    "The graph, changed so that nobody reads a tensor after an operation in place on it: the result of the operation is read instead"
+    nodes = list(graph.nodes)
+    places = {n: layout(n) for n in nodes}
+    for i, node in enumerate(nodes):
+        touched = {places[x][0] for x in node.meta.get('changed', ())}
+        for other in (n for n in nodes[:i] if places[n][0] in touched):
+            late, owned = any(u > node for u in other.users), other.op == 'get_attr'
+            if owned or (late and places[other] != places[node]):
+                what = f'{other.target!r}, which belongs to the network' if owned else f'a tensor of which {other.name!r}, read afterwards, is another part or shape'
+                raise ValueError(f'{node.meta["path"] or "the network"}: {getattr(node.target, "__name__", node.target)} changes {what}, in place. '
+                                 'A file cannot say that: make a new tensor instead, y = y + x for y += x, F.relu(y) for F.relu(y, inplace=True)')
+            if late: other.replace_all_uses_with(node, delete_user_cb=lambda u: u > node)
+    return graph
+
 # %% ../nbs/10_deploy.ipynb #86225595
 def passed(x): return x
 
@@ -157,7 +193,7 @@ MODULES = { # module -> its function, and the attributes that are its arguments
     nn.ReLU: (F.relu, ()), nn.ReLU6: (F.relu6, ()), nn.Hardtanh: (F.hardtanh, ('min_val', 'max_val')), nn.PReLU: (F.prelu, ('weight',)),
     nn.LeakyReLU: (F.leaky_relu, ('negative_slope',)), nn.Sigmoid: (torch.sigmoid, ()), nn.Tanh: (torch.tanh, ()), nn.SiLU: (F.silu, ()),
     nn.Hardswish: (F.hardswish, ()), nn.Hardsigmoid: (F.hardsigmoid, ()), nn.GELU: (F.gelu, ('approximate',)), nn.Softmax: (F.softmax, ('dim',)),
-    nn.MaxPool2d: (F.max_pool2d, (*POOL, 'dilation')), nn.AvgPool2d: (F.avg_pool2d, (*POOL, 'count_include_pad')),
+    nn.MaxPool2d: (F.max_pool2d, (*POOL, 'dilation')), nn.AvgPool2d: (F.avg_pool2d, (*POOL, 'count_include_pad', 'divisor_override')),
     nn.AdaptiveAvgPool2d: (F.adaptive_avg_pool2d, ('output_size',)), nn.Flatten: (torch.flatten, ('start_dim', 'end_dim')),
     nn.PixelShuffle: (F.pixel_shuffle, ('upscale_factor',)), nn.Upsample: (F.interpolate, ('size', 'scale_factor', 'mode', 'align_corners')),
     **dict.fromkeys((nn.Identity, nn.Dropout, nn.Dropout2d), (passed, ()))}
@@ -223,7 +259,7 @@ def handles(*functions):
 
 for f, kind in {F.relu: 'Relu', torch.sigmoid: 'Sigmoid', torch.tanh: 'Tanh', F.hardswish: 'HardSwish'}.items():
     HANDLERS[f] = lambda w, x, kind=kind: w.op(kind, x)
-for f, kind in {torch.add: 'Add', torch.sub: 'Sub', torch.mul: 'Mul', torch.div: 'Div', operator.floordiv: 'Div'}.items():
+for f, kind in {torch.add: 'Add', torch.sub: 'Sub', torch.mul: 'Mul', torch.div: 'Div'}.items():
     HANDLERS[f] = lambda w, x, y, kind=kind: w.op(kind, *(w.like(a, x if isinstance(x, str) else y) for a in (x, y)))
 HANDLERS[passed] = lambda w, x, *a, **k: x
 HANDLERS[size_of] = lambda w, x, dim: w.op('Shape', x, start=dim, end=dim + 1)
@@ -240,6 +276,13 @@ HANDLERS[F.relu6] = lambda w, x: w.op('Clip', x, w.const(np.float32(0)), w.const
 def _(w, x, min_val=None, max_val=None, min=None, max=None):
     low, high = (a if a is not None else b for a, b in ((min_val, min), (max_val, max)))
     return w.op('Clip', x, *('' if a is None else w.const(np.float32(a)) for a in (low, high)))
+
+# %% ../nbs/10_deploy.ipynb #64c0d1ab
+@handles(operator.floordiv)
+def _(w, x, y):
+    quotient = HANDLERS[torch.div](w, x, y)
+    values = [w.values[a][0] for a in (x, y) if isinstance(a, str)]
+    return w.op('Floor', quotient) if any(isinstance(v, Tensor) and v.is_floating_point() for v in values) else quotient
 
 # %% ../nbs/10_deploy.ipynb #4c1b4238
 def pair(n): return list(n) if isinstance(n, (tuple, list)) else [n, n]
@@ -289,7 +332,8 @@ def _(w, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
     return pooling(w, 'MaxPool', x, kernel_size, stride, padding, ceil_mode, dilations=pair(dilation))
 
 @handles(F.avg_pool2d)
-def _(w, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True):
+def _(w, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+    if divisor_override is not None: raise ValueError(f'ONNX averages over the window, got divisor_override={divisor_override}: leave it out and multiply the average instead')
     return pooling(w, 'AveragePool', x, kernel_size, stride, padding, ceil_mode, count_include_pad=int(count_include_pad))
 
 @handles(F.adaptive_avg_pool2d)
@@ -523,7 +567,7 @@ def export_onnx(
     check_example(example)
     net = (merge(net) if quantizable_layers(net) else copy.deepcopy(net)).cpu().float()
     w = Writer(net, packed, fine_bias, integer)
-    inputs, outputs = write_graph(w, trace_examples(net, example.detach().cpu().float()))
+    inputs, outputs = write_graph(w, without_in_place(trace_examples(net, example.detach().cpu().float())))
     graph = w.helper.make_graph(w.nodes, type(net).__name__, inputs, outputs, list(w.constants.values()))
     model = w.helper.make_model(graph, opset_imports=[w.helper.make_opsetid('', OPSET)], ir_version=IR_VERSION, producer_name='repq')
     w.helper.set_model_props(model, {'repq.layers': json.dumps(w.layers)})

@@ -149,7 +149,8 @@ class Gain(Scale):
         Branch.__init__(self, child.in_channels, child.out_channels, child.size, child.groups)
         self.child, self.bias, self.name = child, None, '' if isinstance(factor, Tensor) else f'×{factor:g}'
         if isinstance(factor, nn.Parameter): self.factor = factor
-        else: self.register_buffer('factor', factor if isinstance(factor, Tensor) else torch.tensor(float(factor), dtype=torch.float64), persistent=False)
+        elif isinstance(factor, Tensor): self.register_buffer('factor', factor)
+        else: self.register_buffer('factor', torch.tensor(float(factor), dtype=torch.float64), persistent=False)
     @property
     def scale(self)->Tensor: return self.factor.reshape(-1).expand(self.out_channels)
     def describe(self): return [repr(self.child), *([self.name] if self.name else [])]

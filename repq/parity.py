@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['GIVEN', 'TIE', 'FOLD', 'NOT_MERGED', 'LIMITS', 'file_layers', 'tapped_model', 'ReferenceLayer', 'reference_layers',
            'run_reference', 'explain_codes', 'saturates', 'file_weight', 'different_integers', 'Station', 'Outputs',
-           'psnr', 'Parity', 'to_json', 'save', 'cells', 'in_words', 'summary', 'ParityRun', 'compare_batch', 'explain',
-           'blame', 'compare_output', 'check_parity', 'run_network', 'batches_of']
+           'joined', 'psnr', 'Parity', 'finite', 'to_json', 'save', 'cells', 'in_words', 'summary', 'ParityRun',
+           'compare_batch', 'explain', 'blame', 'compare_output', 'check_parity', 'run_network', 'batches_of']
 
 # %% ../nbs/13_parity.ipynb #250be775
 import copy, hashlib, html, json, platform
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
-from math import ceil, inf, log10
+from math import ceil, inf, isfinite, log10
 from pathlib import Path
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ def run_reference(net:nn.Module, layers:list, reference:dict, x:Tensor, bias_rou
         seen[name] = args[0].clone(), y.clone()                     # what follows may work in place
         return y
     hooks = [net.get_submodule(path).register_forward_hook(lambda m, a, y, p=path: note(m, a, y, p)) for path in {l['path'] for l in layers}]
-    try: return net(x), seen
+    try: return net(x.clone()), seen                                # which may begin in place
     finally:
         for h in hooks: h.remove()
 
@@ -172,7 +172,7 @@ class Station:
 
     def add_integers(self, got:Tensor, expected:Tensor, drift:Tensor):
         "Take in a batch of integers, of the cut file, of the network and of the file from end to end"
-        delta = (got.double() - expected.double()).abs()
+        delta = (got.double() - expected.double()).abs().nan_to_num(2.**31, 2.**31)
         self.numbers, self.differing, self.largest = self.numbers + got.numel(), self.differing + int((delta > 0).sum()), max(self.largest, int(delta.max()))
         self.drifted += int((drift.double() != expected.double()).sum())
 
@@ -191,16 +191,17 @@ class Outputs:
 
     def summary(self)->dict:
         "Relative error, and top-1 agreement or PSNR; the same for what rounding the biases alone changes"
-        result = self.compare(torch.cat(self.got), torch.cat(self.expected))
-        return result | dict(rounding_biases=self.compare(torch.cat(self.expected), torch.cat(self.trained)))
+        got, expected, trained = map(joined, (self.got, self.expected, self.trained))
+        return self.compare(got, expected) | dict(rounding_biases=self.compare(expected, trained))
 
     def compare(self, a, b)->dict:
         "How far `a` is from `b`"
-        result = dict(images=len(b), relative_error=((a - b).double().norm()/b.double().norm()).item(), largest_difference=(a - b).abs().max().item())
-        target = torch.cat(self.targets) if len(self.targets) == len(self.got) else None
+        error, size, largest = (a - b).double().norm().item(), b.double().norm().item(), (a - b).abs().max().item()
+        result = dict(images=sum(map(len, self.got)), relative_error=error/size if size else float(error > 0), largest_difference=largest)
+        target, pictures = joined(self.targets) if len(self.targets) == len(self.got) else None, self.got[0].ndim == 4
         if b.ndim == 2 and b.shape[1] > 1: result |= self.classes(a, b, target)
-        if b.ndim == 4 and target is not None and target.shape == b.shape: result['psnr_difference'] = psnr(a, target) - psnr(b, target)
-        elif b.ndim == 4: result['psnr'] = psnr(a, b)
+        if pictures and target is not None and all(t.shape == y.shape for t, y in zip(self.targets, self.got)): result['psnr_difference'] = 0. if torch.equal(a, b) else psnr(a, target) - psnr(b, target)
+        elif pictures: result['psnr'] = psnr(a, b)
         return result
 
     def classes(self, a, b, target)->dict:
@@ -212,10 +213,15 @@ class Outputs:
             found |= {name: (t.argmax(1) == target).float().mean().item() for name, t in dict(accuracy=a, accuracy_expected=b).items()}
         return found
 
+def joined(batches:list)->Tensor:
+    "Batches as one; as one row of numbers if their sizes differ"
+    return torch.cat(batches if len({t.shape[1:] for t in batches}) == 1 else [t.flatten() for t in batches])
+
 def psnr(a:Tensor, b:Tensor)->float: # dB
     "Peak signal-to-noise ratio, the peak being the range of `b`"
-    error = (a - b).double().square().mean().item()
-    return 20*log10((b.max() - b.min()).item()) - 10*log10(error) if error else inf
+    error, peak = (a - b).double().square().mean().item(), (b.max() - b.min()).item()
+    if not error: return inf
+    return 20*log10(peak) - 10*log10(error) if peak else -inf
 
 # %% ../nbs/13_parity.ipynb #3b856607
 LIMITS = dict(share=1e-3, largest=1, error=5e-3, end_to_end_error=5e-3, top1=.995, psnr=.02) # psnr in dB
@@ -239,12 +245,13 @@ class Parity:
         for s in self.stations:
             if s.differing > max(1, m['share']*s.numbers) or s.largest > m['largest']: # one may always lie on a tie
                 found.append(f'{s.layer}: {s.differing:,} of {s.numbers:,} integers differ, by up to {s.largest}: {s.reasons()}')
-            elif s.error >= m['error']: found.append(f'{s.layer}: relative error {s.error:.2%}, allowed {m["error"]:.2%}')
-        if e['relative_error'] >= m['end_to_end_error'] and not self.only_ties():
+            elif not s.error < m['error']: found.append(f'{s.layer}: relative error {s.error:.2%}, allowed {m["error"]:.2%}')
+        if not isfinite(e['relative_error']): found.append('end to end: the output is not finite, of the network or of the file')
+        elif e['relative_error'] >= m['end_to_end_error'] and not self.only_ties():
             found.append(f'end to end: relative error {e["relative_error"]:.2%}, allowed {m["end_to_end_error"]:.2%}')
         if len(e.get('changed', ())) > ceil((1 - m['top1'])*e['images']):
             found.append(f'end to end: top-1 agrees on {e["top1_agreement"]:.2%}, at least {m["top1"]:.2%} are needed')
-        if abs(e.get('psnr_difference', 0)) > m['psnr']: found.append(f'end to end: PSNR differs by {e["psnr_difference"]:.3f} dB, allowed {m["psnr"]} dB')
+        if not abs(e.get('psnr_difference', 0)) <= m['psnr']: found.append(f'end to end: PSNR differs by {e["psnr_difference"]:.3f} dB, allowed {m["psnr"]} dB')
         return found
 
     def only_ties(self)->bool:
@@ -260,12 +267,19 @@ class Parity:
         return next((s for s in self.stations if s.differing), None)
 
 # %% ../nbs/13_parity.ipynb #62906c7d
+def finite(value):
+    "A value for JSON: None where a number is not finite"
+    if isinstance(value, dict): return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)): return [finite(v) for v in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
 def to_json(self:Parity)->str:
     "The certificate: all numbers, the verdict, and what it was measured with"
     first = self.first and dict(layer=self.first.layer, compared=self.first.compared, why=self.first.why)
     stations = [{k: v for k, v in vars(s).items() if k != 'squares'} | dict(share=s.share, drift=s.drift) for s in self.stations]
     rest = {k: v for k, v in vars(self).items() if k != 'stations'}
-    return json.dumps(dict(ok=self.ok, failures=self.failures(), first_difference=first, **rest, stations=stations), indent=1)
+    certificate = dict(ok=self.ok, failures=self.failures(), first_difference=first, **rest, stations=stations)
+    return json.dumps(finite(certificate), indent=1, allow_nan=False)
 
 def save(self:Parity, path)->Path:
     "Write the certificate, whole or not at all"
@@ -426,7 +440,7 @@ def check_parity(
 @torch.no_grad()
 def run_network(net:nn.Module, x:Tensor)->Tensor:
     "The network as it was trained; an error says which batch it could not take"
-    try: return net(x)
+    try: return net(x.clone())
     except Exception as e: raise ValueError(f'the network cannot run a batch of shape {tuple(x.shape)}: {e}') from e
 
 def batches_of(batches, n=None):

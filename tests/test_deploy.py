@@ -196,12 +196,23 @@ class Functions(nn.Module):
     def forward(self, x): return self.f(x)
 
 
+class Normalizing(nn.Module):
+    "Reads two buffers, a parameter and a constant"
+    def __init__(self):
+        super().__init__()
+        for name in ('mean', 'std'): self.register_buffer(name, torch.rand(6, 1, 1) + 1)
+        self.gain = nn.Parameter(torch.rand(6, 1, 1))
+    def forward(self, x): return (x - self.mean)/self.std*self.gain + torch.tensor(.5)
+
+
 OPERATORS = {
+    'buffers': Normalizing(),
     'activations': nn.Sequential(nn.LeakyReLU(.2), nn.PReLU(6), nn.Hardswish(), nn.SiLU(), nn.GELU(), nn.GELU('tanh'), nn.Hardsigmoid(), nn.Tanh(), nn.Sigmoid(), nn.Dropout()),
     'pooling': nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2, 1, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False), nn.MaxPool2d(2, ceil_mode=True)),
     'layers': nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3, padding='same', bias=False), nn.Conv2d(4, 8, 3, 2, 2, 2, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3), nn.Softmax(1)),
     'upsampling': nn.Sequential(nn.Upsample(scale_factor=2), nn.Upsample(scale_factor=2, mode='bilinear'), nn.ReLU6(), nn.Hardtanh(-.5, .5)),
     'arithmetic': Functions(lambda x: (1 - x)*2/(x.sigmoid() + 3) - x.mean((2, 3), keepdim=True)),
+    'division that rounds down': Functions(lambda x: x//.25 + 3//(x.relu() + .5) + x*4//(x.relu() + .5) + x.reshape(x.shape[0], 6, x.size(2)//2, -1).mean((2, 3), keepdim=True)),
     'sizes': Functions(lambda x: x.reshape(x.shape[0], 2, 3*x.size(2), -1).flatten(1, 2).permute(0, 2, 1).contiguous()),
     'flatten in the middle': Functions(lambda x: torch.flatten(x, 1, 2)),
     'shuffle': Functions(lambda x: F.pixel_shuffle(torch.cat([x, x.relu()], 1).repeat_interleave(3, 1), 2)),
@@ -219,6 +230,44 @@ def test_operators(tmp_path, name):
     for size in sizes:
         x = torch.randn(size)
         assert_same(run_onnx(session, x), net(x).detach(), 1e-5, f'{name} at {size}')
+
+
+def changed_input(x): y = x*2; z = F.relu(y, inplace=True)*3; return z + y
+def changed_by_statement(x): y = x*2; before = y + 1; y.add_(x); return y*before
+def changed_twice(x): y = x*2; y.add_(x); torch.relu_(y); y *= 3; return y
+def changed_under_two_names(x): y = x*2; same = y.contiguous(); y.mul_(3); return same + y
+def changed_network_input(x): y = x.relu_(); return y - x*2
+def shifted_network_input(x): return x.add_(1)*2
+def changed_by_position(x): y = x*2; z = F.relu(y, True); F.leaky_relu(y, .1, True); F.hardtanh(y, -.5, .5, True); F.relu6(y, True); return F.silu(y, True) + z
+def changed_and_not_read(x): y = x*2; z = y + 1; y.relu_(); return z
+EFFECTS = (changed_input, changed_by_statement, changed_twice, changed_under_two_names, changed_network_input, shifted_network_input, changed_by_position, changed_and_not_read)
+
+
+@pytest.mark.parametrize('mode', [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize('f', EFFECTS)
+def test_operations_in_place(tmp_path, f, mode):
+    "Whoever reads a tensor after it was changed reads the result, in the file too; the example stays as it was"
+    with mode():
+        net, x = Functions(f).eval(), torch.randn(2, 6, 8, 8)
+        kept = x.clone()
+        session = onnx_session(export_onnx(net, tmp_path/'net.onnx', x))
+        assert torch.equal(x, kept)
+    x = torch.randn(3, 6, 10, 12)
+    assert_same(run_onnx(session, x), net(x.clone()), 1e-6)
+    kept = x.clone()
+    assert check_parity(net, tmp_path/'net.onnx', [x]).ok and torch.equal(x, kept)
+
+
+class SharedByActivation(nn.Module):
+    "The skip connection starts before a ReLU in place, so it starts behind it"
+    def __init__(self): super().__init__(); self.a, self.act, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(6, 6, 3, padding=1)
+    def forward(self, x): y = self.a(x); return self.b(self.act(y)) + y
+
+
+def test_operations_in_place_of_quantized_layers(tmp_path):
+    x = torch.randn(4, 3, 9, 9)
+    net = settled(SharedByActivation(), x, 8, 8)
+    assert_parity(net, export_onnx(net, tmp_path/'net.onnx', x[:1]), x)
 
 
 def test_full_precision_parity(tmp_path):
@@ -275,6 +324,50 @@ def test_operator_between_layers_is_checked(exported):
     assert not report.ok and report.first.layer == 'input of head' and 'an operator before the quantizer gives something else' in report.first.why, report
 
 
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+@pytest.mark.parametrize('where', ['input', 'weight'])
+def test_what_is_not_finite_fails(exported, tmp_path, bad, where):
+    "Equal or not, such outputs certify nothing"
+    net, path, x = exported
+    if where == 'weight':
+        net = chain(nn.ReLU())
+        with torch.no_grad(): net.conv.bias[1] = bad
+        path = export_onnx(net, tmp_path/'bad.onnx', x[:1])
+    x = x.clone()
+    if where == 'input': x[0, 0, 3, 3] = bad
+    report = check_parity(net, path, [x])
+    assert 'not finite' in str(report.failures()) if where == 'weight' or bad != bad else report.ok, report    # a quantizer clips what is infinite
+
+
+def test_outputs_of_zero(tmp_path):
+    "Nothing to divide by: equal is equal"
+    net = chain(nn.ReLU())
+    with torch.no_grad(): net.conv.weight.zero_(), net.conv.bias.fill_(-1)
+    report = check_parity(net, export_onnx(net, tmp_path/'net.onnx', X), [X])
+    assert report.ok and report.end_to_end['relative_error'] == 0, report
+    with torch.no_grad(): net.conv.bias.fill_(1)
+    assert not check_parity(net, tmp_path/'net.onnx', [X]).ok
+
+
+def test_perfect_outputs(tmp_path):
+    "Network and file both hit the target exactly"
+    net, x = Functions(lambda x: x.relu()).eval(), torch.rand(2, 3, 8, 8)
+    report = check_parity(net, export_onnx(net, tmp_path/'net.onnx', x), [(x, x)])
+    assert report.ok and report.end_to_end['psnr_difference'] == 0, report
+
+
+def test_a_certificate_is_json(tmp_path):
+    "Equal images have an infinite PSNR, images without contrast none; JSON has neither"
+    def refuse(name): raise AssertionError(f'{name} is not JSON')
+    net = Functions(lambda x: x.relu()).eval()
+    path = export_onnx(net, tmp_path/'net.onnx', X)
+    report = check_parity(net, path, [X])
+    assert report.end_to_end['psnr'] == float('inf')
+    assert json.loads(report.to_json(), parse_constant=refuse)['end_to_end']['psnr'] is None
+    report = check_parity(Functions(lambda x: x.relu()*0 + 1).eval(), path, [X])
+    assert not report.ok and json.loads(report.to_json(), parse_constant=refuse)['end_to_end']['psnr'] is None
+
+
 def test_bias_rounding_is_the_reason_without_emulation(tmp_path):
     x = torch.randn(16, 3, 16, 16)
     net = settled(nn.Sequential(make_block('plain', 3, 8), nn.ReLU(), make_block('plain', 8, 8), nn.ReLU(), make_block('plain', 8, 4)), x, 4, 4)
@@ -294,6 +387,18 @@ def test_super_resolution_is_judged_by_psnr(tmp_path):
     assert not check_parity(net, tmp_path/'net.onnx', [(low, high)], psnr=-1.).ok
 
 
+@pytest.mark.parametrize('paired', [True, False])
+def test_pictures_of_several_sizes(tmp_path, paired):
+    "One certificate for all of them"
+    low = [torch.rand(2, 1, h, w) for h, w in ((12, 12), (9, 14))]
+    net = settled(repq.models.ecbsr(blocks=1), low[0], 8, 8)
+    path = export_onnx(net, tmp_path/'net.onnx', low[0][:1])
+    batches = [(x, F.interpolate(x, scale_factor=2, mode='bilinear')) for x in low] if paired else low
+    report = check_parity(net, path, batches)
+    assert report.ok and report.end_to_end['images'] == 4 and ('psnr_difference' if paired else 'psnr') in report.end_to_end, report
+    assert check_parity(net, path, batches[:1]).end_to_end['largest_difference'] <= report.end_to_end['largest_difference']
+
+
 def test_saturation():
     "The largest products are exact with precise=True; without, exactly where saturates() says so"
     x, w = np.full((5, 320), 255, np.uint8), np.full((320, 48), 127, np.int8)
@@ -306,6 +411,9 @@ class Branching(nn.Module):
     def forward(self, x): return x if x.mean() > 0 else -x
 class OnSize(nn.Module):
     def forward(self, x): return x if x.shape[2] > 10 else -x
+class Counting(nn.Module):
+    def __init__(self): super().__init__(); self.register_buffer('seen', torch.zeros(()))
+    def forward(self, x): return x*self.seen.add_(x.mean((0, 1, 2, 3)))
 class TwoInputs(nn.Module):
     def forward(self, x, y): return x + y
 def chain(*more): return nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 8, 3), **{f'm{i}': m for i, m in enumerate(more)})).eval()
@@ -323,9 +431,12 @@ BAD = {
     'unknown module': (lambda: chain(nn.Sequential(nn.Softshrink())), X, 'm0.0: Softshrink cannot be exported. Supported are'),
     'unknown function': (lambda: chain(Functions(lambda x: torch.fft.fft(x).real)), X, 'm0: '),
     'unknown option': (lambda: chain(nn.Upsample(size=(5, 5))), X, 'm0: interpolate cannot be exported in this form'),
+    'other divisor': (lambda: chain(nn.AvgPool2d(2, divisor_override=1)), X, 'm0: avg_pool2d cannot be exported in this form: ONNX averages over the window, got divisor_override=1'),
     'reflecting padding': (lambda: chain(nn.Conv2d(8, 8, 3, padding_mode='reflect', padding=1)), X, "m0: Conv2d with padding_mode='reflect' cannot be exported"),
     'branch on a value': (lambda: chain(Branching()), X, 'm0 cannot be traced'),
     'branch on a size': (lambda: chain(OnSize()), X, 'decide in __init__'),
+    'part changed in place': (lambda: chain(Functions(lambda x: (x.flatten(1).relu_(), x)[1])), X, "m0: relu_ changes a tensor of which 'conv', read afterwards, is another part or shape"),
+    'state changed in place': (lambda: chain(Counting()), X, "m0: add_ changes 'm0.seen', which belongs to the network, in place"),
     'wrong channels': (lambda: chain(), torch.randn(1, 4, 16, 16), 'conv cannot run an example of shape (1, 4, 16, 16)'),
     'too small': (lambda: chain(), torch.randn(1, 3, 2, 2), 'conv cannot run an example of shape (1, 3, 2, 2)'),
     'second input': (lambda: TwoInputs().eval(), X, "TwoInputs needs a second input, 'y'"),

@@ -205,6 +205,26 @@ def test_a_rewritten_network_lives_on(tmp_path):
     assert repq.merge(q)(x).shape == (2, 3)
 
 
+class Weighted(nn.Module):
+    "A branch times a buffer"
+    def __init__(self, shape):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.register_buffer('factor', torch.randn(shape))
+    def forward(self, x): return self.a(x) + self.b(x)*self.factor
+
+
+@pytest.mark.parametrize('shape', [(), (4, 1, 1)])
+def test_a_factor_is_saved_and_loaded(shape):
+    "A buffer of the original is part of the state of the converted network"
+    net, other = (repq.convert(Weighted(shape)).eval() for _ in range(2))
+    x = torch.randn(2, 4, 9, 9)
+    assert len(net.conversion.layers) == 1
+    assert_differs(other(x), net(x))
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(other(x), net(x))
+
+
 class Sampler(nn.Module):
     "Reads the value of a tensor"
     def __init__(self): super().__init__(); self.conv = nn.Conv2d(4, 4, 3)
