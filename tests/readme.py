@@ -60,7 +60,7 @@ def write():
     for cell, new in zip(nb['cells'], made_again(nb['cells'])):
         if cell['cell_type'] == 'code' and hidden(''.join(cell['source'])) and list(outputs(cell)) != list(outputs(new)):
             cell['outputs'] = [dict(output_type='execute_result', execution_count=None, metadata={}, data={'text/markdown': text_of(o)[0].splitlines(True), 'text/plain': ['<IPython.core.display.Markdown object>']}) for o in new['outputs']]
-    INDEX.write_text(json.dumps(nb, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    INDEX.write_text(json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + '\n', encoding='utf-8')
     (ROOT/'README.md').write_text(render(), encoding='utf-8')
 
 
