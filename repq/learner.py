@@ -121,6 +121,7 @@ def catch_up(self:QAT):
     "Quantize a model whose plan begins with full precision, if what was loaded had come further"
     if (32, 32) not in list(self.plan.values())[1:] and self.stage_reached() >= 0: self.enter(0)
 
+# %% ../nbs/12_learner.ipynb #7c1abd26
 def before_fit(self:QAT):
     self.catch_up()   # validation begins with this event, and has no other
     for cb in self.learn.cbs: # a schedule made before the steps had a group does not know of them

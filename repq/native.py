@@ -392,6 +392,7 @@ def unpack(flat, eps)->list: # of `Part`
     n = len(FIELDS)
     return [Part(**dict(zip(FIELDS, flat[n*i:n*i + n])), eps=e) for i, e in enumerate(eps)]
 
+# %% ../nbs/04_native.ipynb #17fa6a88
 class MergeLSQ(torch.autograd.Function):
     "Merge the parts of a block and quantize the result"
     @staticmethod
