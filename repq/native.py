@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['HEADER', 'ROWS', 'MERGE', 'FORWARD', 'BACKWARD_LSQ', 'PUT', 'BACKWARD_PART', 'BACKWARD', 'SOURCE', 'OPTIONS',
-           'DEFINES', 'STRUCTURES', 'FIELDS', 'processor', 'cache_folder', 'build', 'library', 'Part', 'Frame',
-           'tap_table', 'address', 'structures', 'fill', 'unpack', 'MergeLSQ', 'gradients_like', 'merge_quantize']
+           'DEFINES', 'PACKED', 'FIELDS', 'processor', 'cache_folder', 'build', 'library', 'Part', 'Frame', 'tap_table',
+           'address', 'pack', 'unpack', 'MergeLSQ', 'gradients_like', 'merge_quantize', 'SmallStatistics']
 
 # %% ../nbs/04_native.ipynb #3a6cb3f1
 import ctypes, hashlib, os, platform, shlex, shutil, subprocess, tempfile, warnings
 from functools import lru_cache
 from pathlib import Path
+from struct import Struct
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from .small import add_gradients, add_products, cut_strips, paste_strips, rows_of
 
 # %% ../nbs/04_native.ipynb #bedec43a
 HEADER = '''
@@ -43,7 +45,7 @@ typedef struct {
   const N *at;               /* (parts, taps): tap of a part that meets a tap of the merged kernel, or -1 */
   const REAL *var, *step;
   REAL *by_var, *by_step;    /* by_var and by_windows: a copy for each thread */
-  Part *part;
+  Part part[];
 } Block;
 '''
 
@@ -309,7 +311,9 @@ def library(dtype): # ctypes library, or None
     "The compiled source for a type; tried once, with a warning if it cannot be had"
     if dtype not in DEFINES: return None
     if dtype not in _libraries:
-        try: _libraries[dtype] = ctypes.CDLL(str(build(dtype)))
+        try:
+            found = _libraries[dtype] = ctypes.CDLL(str(build(dtype)))
+            for f in (found.forward, found.backward): f.argtypes, f.restype = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p), None
         except (RuntimeError, OSError) as e:
             _libraries[dtype] = None
             warnings.warn(f'repq: merging goes on without compiled C ({e})')
@@ -349,40 +353,28 @@ def tap_table(
     table = sum((of(*p) for p in parts), [])
     return (ctypes.c_longlong*len(table))(*table)
 
-def address(t): return None if t is None else t.data_ptr()
+def address(t): return 0 if t is None else t.data_ptr()
 
-def structures(dtype)->tuple: # classes of the two C structures
-    "`Part` and `Block` as ctypes sees them"
-    number = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}[dtype]
-    def fields(*groups): return {'_fields_': [(n, t) for names, t in groups for n in names.split()]}
-    part = type('CPart', (ctypes.Structure,), fields(('taps last per_tap given', ctypes.c_longlong), ('eps', number), ('weight gamma beta windows ratio', ctypes.c_void_p),
-        ('mean var by_weight by_gamma by_windows by_mean by_var', ctypes.c_void_p)))
-    block = type('CBlock', (ctypes.Structure,), fields(('out inner taps groups parts threads last', ctypes.c_longlong), ('low high', number), ('at var step by_var by_step', ctypes.c_void_p),
-        ('part', ctypes.POINTER(part))))
-    return part, block
-
-STRUCTURES = {dtype: structures(dtype) for dtype in DEFINES}
+PACKED = {dtype: (Struct(f'@7q2{number}5P'), Struct(f'@4q{number}12P')) for dtype, number in ((torch.float32, 'f'), (torch.float64, 'd'))} # `Block` without its parts, and `Part`
 
 # %% ../nbs/04_native.ipynb #0a5d779d
-def fill(
+def pack(
     frame:Frame, parts, # of `Part`, with the statistics in `mean` and `var`
     given,              # for each part: whether they were there before
     var:Tensor, step:Tensor,
     by=None             # of `gradients_like`
-): # a C structure, and what must live as long as it
+): # bytes of a `Block`, and the table of taps, which must live as long
     "A block as C sees it"
-    part_type, block_type = STRUCTURES[step.dtype]
-    sizes = tuple(tuple(p.weight.shape[2:]) if p.weight is not None else (1, 1) for p in parts)
+    block, part = PACKED[step.dtype]
+    sizes = tuple((1, 1) if p.weight is None else tuple(p.weight.shape[2:]) for p in parts)
     at = tap_table(frame.size, sizes)
-    def c_part(i, p):
+    head = (len(step), len(var)//frame.groups, frame.size[0]*frame.size[1], frame.groups, len(parts), torch.get_num_threads(), frame.last, frame.low, frame.high, ctypes.addressof(at))
+    packed = [block.pack(*head, *map(address, (var, step, *(by[None] if by else (None, None)))))]
+    for i, (p, size, g) in enumerate(zip(parts, sizes, given)):
         last = p.weight is None or p.weight.is_contiguous(memory_format=torch.channels_last)
-        own = map(address, (p.weight, p.gamma, p.beta, p.windows, p.ratio, p.mean, p.var, *(by[i] if by else ())))
-        return part_type(sizes[i][0]*sizes[i][1], last, p.windows is not None and p.windows.ndim > 1, given[i], p.eps, *own)
-    array = (part_type*len(parts))(*(c_part(i, p) for i, p in enumerate(parts)))
-    rest = dict(var=address(var), step=address(step)) | (dict(zip(('by_var', 'by_step'), map(address, by[None]))) if by else {})
-    block = block_type(out=len(step), inner=len(var)//frame.groups, taps=frame.size[0]*frame.size[1], groups=frame.groups, parts=len(parts), threads=torch.get_num_threads(),
-                       last=frame.last, low=frame.low, high=frame.high, at=ctypes.addressof(at), part=array, **rest)
-    return block, (at, array)
+        tensors = p.weight, p.gamma, p.beta, p.windows, p.ratio, p.mean, p.var, *(by[i] if by else (None,)*5)
+        packed.append(part.pack(size[0]*size[1], last, p.windows is not None and p.windows.ndim > 1, g, p.eps, *map(address, tensors)))
+    return b''.join(packed), at
 
 # %% ../nbs/04_native.ipynb #17fa6a86
 FIELDS = ('weight', 'gamma', 'beta', 'windows', 'ratio', 'mean', 'var')
@@ -390,7 +382,7 @@ FIELDS = ('weight', 'gamma', 'beta', 'windows', 'ratio', 'mean', 'var')
 def unpack(flat, eps)->list: # of `Part`
     "Parts from a flat list of their tensors"
     n = len(FIELDS)
-    return [Part(**dict(zip(FIELDS, flat[n*i:n*i + n])), eps=e) for i, e in enumerate(eps)]
+    return [Part(*flat[n*i:n*i + 3], e, *flat[n*i + 3:n*i + n]) for i, e in enumerate(eps)]
 
 # %% ../nbs/04_native.ipynb #17fa6a88
 class MergeLSQ(torch.autograd.Function):
@@ -403,8 +395,8 @@ class MergeLSQ(torch.autograd.Function):
         parts = [p._replace(mean=next(room).copy_(p.mean), var=next(room).copy_(p.var)) if g else p._replace(mean=next(room), var=next(room)) for p, g in zip(parts, given)]
         q = step.new_empty(out, frame.size[0], frame.size[1], len(var)//frame.groups).permute(0, 3, 1, 2) if frame.last else step.new_empty(out, len(var)//frame.groups, *frame.size)
         bias = torch.empty_like(step)
-        block, _alive = fill(frame, parts, given, var, step)
-        library(step.dtype).forward(ctypes.byref(block), ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(bias.data_ptr()))
+        block, _alive = pack(frame, parts, given, var, step)
+        library(step.dtype).forward(block, address(q), address(bias))
         stats = [t for p in parts for t in (p.mean, p.var)]
         ctx.save_for_backward(var, step, *flat, *stats)
         ctx.rest = frame, eps, given
@@ -422,8 +414,8 @@ class MergeLSQ(torch.autograd.Function):
         by_q, by_bias = (step.new_zeros(shape) if g is None else g for g, shape in ((by_q, (len(step), len(var)//frame.groups, *frame.size)), (by_bias, step.shape)))
         by_q = by_q.contiguous(memory_format=torch.channels_last if frame.last else torch.contiguous_format)
         by_bias = by_bias.contiguous()
-        block, _alive = fill(frame, parts, given, var, step, by)
-        library(step.dtype).backward(ctypes.byref(block), ctypes.c_void_p(by_q.data_ptr()), ctypes.c_void_p(by_bias.data_ptr()))
+        block, _alive = pack(frame, parts, given, var, step, by)
+        library(step.dtype).backward(block, address(by_q), address(by_bias))
         seen = {None}
         def total(t): # of the threads' sums; those that parts share are handed on once
             if t in seen: return None
@@ -454,10 +446,45 @@ def merge_quantize(
 )->tuple: # weight (out, in/groups, kh, kw), bias (out,), [(mean, variance) of each part]
     "The quantized merged kernel of a sum of convolutions with batch norms, differentiable in all tensors"
     def tidy(t): return t if t is None or (t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)) else t.contiguous()
-    tensors, ends = [tidy(getattr(p, f)) for p in parts for f in FIELDS], dict(weight=0, windows=-1)
-    for name, t in [('var', var), *zip(FIELDS*len(parts), tensors)]:   # C would not notice
-        wanted = len(var) if name == 'windows' or t is var else len(step)
-        if t is not None and (t.dtype != step.dtype or t.device.type != 'cpu' or t.shape[ends.get(name, 0)] != wanted):
+    tensors, inner, out = [tidy(t) for p in parts for t in (*p[:3], *p[4:])], len(var), len(step)
+    for name, t in [('input', var), *zip(FIELDS*len(parts), tensors)]:   # C would not notice
+        if t is None: continue
+        wanted = inner if name in ('windows', 'input') else out
+        if t.dtype != step.dtype or not t.is_cpu or t.size(-1 if name == 'windows' else 0) != wanted:
             raise ValueError(f'{name} must be {step.dtype} on the CPU, for {wanted} channels, got {t.dtype} on {t.device} of shape {tuple(t.shape)}')
     q, bias, *stats = MergeLSQ.apply(frame, tuple(p.eps for p in parts), var.contiguous(), step.contiguous(), *tensors)
     return q, bias, list(zip(stats[::2], stats[1::2]))
+
+# %% ../nbs/04_native.ipynb #5a3c0e02
+class SmallStatistics(torch.autograd.Function):
+    "For several kernels on one small map: the kernel itself, to be given to `merge_quantize` and nobody else, and mean and variance of what it gives"
+    @staticmethod
+    def forward(ctx, x, stride, paddings, *weights):
+        results, centred, strips = [], [], {}
+        for w, (rows, cols) in zip(weights, paddings):
+            key = w.shape[3], stride[1], cols
+            if key not in strips: strips[key] = cut_strips(x, *key)
+            s = strips[key]
+            y = x.new_zeros((x.shape[2] + 2*rows - w.shape[2])//stride[0] + 1, s.shape[1]*s.shape[2], len(w))
+            add_products(y, s, rows_of(w, s, stride[0], rows))
+            mean = y.mean((0, 1))
+            centred.append(y.sub_(mean))
+            results += [w, mean, y.square().mean((0, 1))]
+        ctx.save_for_backward(x, *weights, *centred)
+        ctx.rest = stride, paddings
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *by):
+        (stride, paddings), (x, *rest), strips, results = ctx.rest, ctx.saved_tensors, {}, []
+        k = len(paddings)
+        for w, y, (rows, cols), by_weight, by_mean, by_var in zip(rest[:k], rest[k:], paddings, by[::3], by[1::3], by[2::3]):
+            key, n = (w.shape[3], stride[1], cols), y.shape[0]*y.shape[1]
+            if key not in strips: strips[key] = (s := cut_strips(x, *key)), torch.zeros_like(s)
+            s, by_strips = strips[key]
+            results.append(by_weight.contiguous(memory_format=torch.channels_last))
+            add_gradients(torch.addcmul(by_mean/n, y, 2*by_var/n), s, rows_of(w, s, stride[0], rows), by_strips, results[-1])
+        by_x = torch.zeros_like(x, memory_format=torch.channels_last)
+        for (_, *frame), (_, by_strips) in strips.items(): paste_strips(by_x, by_strips, *frame)
+        return by_x, None, None, *results

@@ -93,10 +93,10 @@ class Signal:
     memo:dict=None      # norm -> statistics it was given; filled where it is a dictionary
 
     @classmethod
-    def of(cls, x:Tensor, padding=(0, 0), **frame):
-        "The input of a layer: `x` with `padding` zeros on each side"
-        ring = tuple(2*p for p in padding)
-        return cls(Batch(lambda: x), ring, ring, space=(len(x), *x.shape[2:]), **frame)
+    def of(cls, x:Tensor, padding=(0, 0), batch:Batch=None, **frame):
+        "The input of a layer: `x` with `padding` zeros on each side; `batch` if something is known about it"
+        ring = 2*padding[0], 2*padding[1]
+        return cls(batch or Batch(lambda: x), ring, ring, space=(len(x), *x.shape[2:]), **frame)
 
     def crop(self, rows:int, cols:int):
         "The centre that a kernel smaller by `rows`, `cols` sees"
