@@ -157,10 +157,14 @@ def step_networks(
 # %% ../nbs/22_bench.ipynb #b7a10012
 def training_step(net, x, y, loss=F.cross_entropy): # function without arguments
     "One step of a training with momentum, for `interleaved`"
-    fused = all(p.is_contiguous() for p in net.parameters()) # the fastest there is; weights that lie channels last it would copy
-    opt = torch.optim.SGD(net.train().parameters(), lr=1e-3, momentum=0.9, fused=fused)
+    weights = list(net.train().parameters())
+    def as_it_lies(t, weight): return t if weight.is_contiguous() else t.permute(0, 2, 3, 1)
+    views = [as_it_lies(p.detach(), p).requires_grad_() for p in weights]
+    opt = torch.optim.SGD(views, lr=1e-3, momentum=0.9, fused=True)
     def step():
         loss(net(x), y).backward()
+        for p, v in zip(weights, views):
+            if p.grad is not None: v.grad, p.grad = as_it_lies(p.grad, p), None
         opt.step()
         opt.zero_grad()
     step() # quantizers are initialised by the first batch

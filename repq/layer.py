@@ -223,8 +223,10 @@ def native_norms(branch:Branch)->list: # of Norm, or None
     "The norms of a block that is a sum of normed convolutions and identities"
     parts = list(branch.parts) if isinstance(branch, Sum) else [branch]
     def fits(p):
-        if type(p) is not Norm or not p.bn.affine or p.bn.running_mean is None: return False
-        return type(p.child) is Identity or (type(p.child) is Conv and p.child.bias is None and p.child.groups == branch.groups)
+        if type(p) is not Norm: return False
+        bn, child = p.bn, p.child
+        if not bn.affine or bn.running_mean is None: return False
+        return type(child) is Identity or (type(child) is Conv and child.bias is None and child.groups == branch.groups)
     return parts if all(map(fits, parts)) else None
 
 def small_statistics(branch:Branch, signal:Signal, norms)->dict: # norm -> weight, mean and variance

@@ -7,6 +7,7 @@ __all__ = ['small_map', 'pair', 'out_size', 'is_small', 'meets', 'cut_strips', '
            'add_gradients', 'SmallMap', 'steps_over', 'conv2d']
 
 # %% ../nbs/00_small.ipynb #5a110a03
+from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -36,17 +37,19 @@ def is_small(
     return min(len(x), rows, cols) > 0 and rows*cols <= small_map['pixels'] and all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
 
 # %% ../nbs/00_small.ipynb #452e94b3
+@lru_cache(1024)
 def meets(
     length:int, # of the map in this direction
     size:int,   # of the kernel
     stride:int, padding:int
-): # (tap, slice of the outputs, slice of the map) for each
+)->list: # (tap, slice of the outputs, slice of the map) for each
     "Which outputs a tap of a kernel meets the map for, and where; taps that see only zeros are left out"
-    outputs = (length + 2*padding - size)//stride + 1
+    outputs, found = (length + 2*padding - size)//stride + 1, []
     for tap in range(size):
         low, high = max(0, -((tap - padding)//stride)), min(outputs, (length - 1 + padding - tap)//stride + 1)
         start = low*stride + tap - padding
-        if low < high: yield tap, slice(low, high), slice(start, start + (high - low - 1)*stride + 1, stride)
+        if low < high: found.append((tap, slice(low, high), slice(start, start + (high - low - 1)*stride + 1, stride)))
+    return found
 
 # %% ../nbs/00_small.ipynb #5a110a12
 def cut_strips(
