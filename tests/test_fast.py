@@ -3,7 +3,7 @@ import copy, os, subprocess, sys
 import pytest, torch
 import torch.nn.functional as F
 import repq
-from repq import blocks, kernel, native, quantizer
+from repq import blocks, kernel, native, quantizer, small
 from repq.branch import Conv, Norm, Seq, Sum
 from repq.layer import RepConv2d, native_norms
 from repq.norm import STATISTICS
@@ -46,7 +46,7 @@ def assert_same_step(ours, expected):
 def test_native(name, statistics):
     "The C loop: strides, groups, other channels, both layouts of weights and of the input, later steps too"
     assert native.library(torch.float64) is not None, 'the tests need a C compiler'
-    for i, o, stride, groups in [(6, 6, 1, 1), (4, 8, 2, 1), (6, 6, 1, 3), (6, 6, 2, 6)]:
+    for i, o, stride, groups in [(6, 6, 1, 1), (4, 8, 2, 1), (6, 6, 1, 3), (6, 6, 2, 6), (16, 6, 1, 1), (16, 16, 1, 2)]:   # 16 and 8 channels fill lines of the cache
         layer = block(name, i, o, stride, groups, statistics)
         assert native_norms(layer.branch)
         for weights in (torch.contiguous_format, torch.channels_last):
@@ -56,6 +56,34 @@ def test_native(name, statistics):
                 for m in laid.modules():
                     if hasattr(m, 'calibration'): m.calibration.step = 5 if layout is torch.channels_last else 4   # not due, due
                 assert_same_step(step(laid, x, 'native'), step(laid, x, False))
+
+
+@pytest.mark.parametrize('statistics', STATISTICS)
+@pytest.mark.parametrize('name', NATIVE)
+def test_native_on_small_maps(name, statistics, monkeypatch):
+    "Exact statistics of small maps are measured together, and their gradients added in place: nothing else may change"
+    monkeypatch.setitem(small.small_map, 'weights', 1)
+    for i, o, stride, size in [(6, 6, 1, (2, 2)), (8, 8, 1, (4, 3)), (6, 8, 2, (7, 5)), (6, 6, 1, (1, 4))]:
+        layer = block(name, i, o, stride, 1, statistics).to(memory_format=torch.channels_last)
+        x = torch.randn(3, i, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
+        expected = step(layer, x, False)
+        assert_same_step(step(layer, x, 'native'), expected)
+        monkeypatch.setitem(small.small_map, 'pixels', 0)
+        assert_same_step(step(layer, x, 'native'), expected)
+        monkeypatch.setitem(small.small_map, 'pixels', 25)
+        layer.branch.parts[0].bn.eval()          # one part frozen
+        assert_same_step(step(layer, x, 'native'), step(layer, x, False))
+
+
+def test_small_maps_twice_back(monkeypatch):
+    "A second backward pass over the same graph finds what the first one found: nothing of the graph was changed in place"
+    monkeypatch.setitem(small.small_map, 'weights', 1)
+    layer = block('acnet', statistics='batch').to(memory_format=torch.channels_last)
+    x = torch.randn(3, 6, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
+    before = [p.detach().clone() for p in layer.parameters()]
+    with use_compiled('native'): y = layer(x).pow(3).mean()
+    first, second = (torch.autograd.grad(y, [x, *layer.parameters()], retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second)) and all(map(torch.equal, before, layer.parameters()))
 
 
 @pytest.mark.parametrize('name', sorted(set(blocks.BLOCKS) - {*NATIVE, 'plain'}))
