@@ -419,7 +419,7 @@ def forkserver(): # multiprocessing context
     import multiprocessing, multiprocessing.forkserver as server
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOAD)
-    add = dict(PYTHONWARNINGS='ignore::FutureWarning', MPLBACKEND='module://matplotlib_inline.backend_inline')
+    add = dict(PYTHONWARNINGS='ignore::FutureWarning', MPLBACKEND='module://matplotlib_inline.backend_inline', PYTHONSAFEPATH='1') # not the folder it is started in
     before = {k: os.environ.get(k) for k in add}
     os.environ.update(add)
     try: server.ensure_running()
@@ -542,7 +542,8 @@ def run_notebook(run:Run, store:Store, fork=None):
     work.mkdir(parents=True, exist_ok=True)
     (work/'failed.json').unlink(missing_ok=True)
     kernel = kernel_manager(can_fork(run) if fork is None else fork)
-    papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, extra_arguments=['--log-level=50'], kernel_manager_class=kernel)
+    papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False,
+                               extra_arguments=['--log-level=50', '--InteractiveShellApp.ignore_cwd=True'], kernel_manager_class=kernel)
     complete(run, store)
 
 def execute(

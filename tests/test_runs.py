@@ -39,11 +39,11 @@ if __name__ == '__main__':
 '''
 
 
-def start(root, scheduler='', runs=family):
+def start(root, scheduler='', runs=family, cwd=None):
     script = Path(root).parent/'driver.py'
     script.write_text(CODE)
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    return subprocess.Popen([sys.executable, str(script), str(ROOT), str(root), scheduler, runs.__name__], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen([sys.executable, str(script), str(ROOT), str(root), scheduler, runs.__name__], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=cwd)
 
 
 def results(root, runs=family):
@@ -103,6 +103,20 @@ def test_same_seed_twice(undisturbed, tmp_path):
     assert (record['metrics'], record['history'], record['weights']['sha256']) == undisturbed[1][parent.id]
     other = replace(parent, seed=1)
     assert R.execute(other, tmp_path).state == 'done' and R.read_record(tmp_path/'smoke'/other.id)['metrics'] != record['metrics']
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason='Python 3.10 always looks in the folder it is started in')
+def test_kernels_have_the_code_of_the_driver(undisturbed, tmp_path):
+    "Started inside another clone, whose repq is not the one that the run is named after"
+    (tmp_path/'clone'/'repq').mkdir(parents=True)
+    (tmp_path/'clone'/'repq'/'__init__.py').write_text('from pathlib import Path; (Path(__file__).parent/"imported").touch()')
+    driver = start(tmp_path/'results', cwd=tmp_path/'clone')
+    out = driver.communicate(timeout=300)[0]
+    assert driver.returncode == 0 and not (tmp_path/'clone'/'repq'/'imported').exists(), out
+    assert results(tmp_path/'results') == undisturbed[1]
+    (tmp_path/'one.py').write_text('from tests.test_runs import R, family; print(R.execute(family()[0], "ordinary", fork=False))')
+    out = subprocess.run([sys.executable, str(tmp_path/'one.py')], env={**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}, cwd=tmp_path/'clone', capture_output=True, text=True)
+    assert "state='done'" in out.stdout and not (tmp_path/'clone'/'repq'/'imported').exists(), out
 
 
 @pytest.mark.parametrize('moment', ['in the parent', 'in a child', 'before the rename'])
