@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ADVICE', 'steps_of', 'StepSplitter', 'QAT', 'running_statistics', 'share_buffers', 'fit_for_qat', 'stage_reached',
-           'enter', 'catch_up', 'before_fit', 'before_train', 'before_step', 'after_train', 'clipped_share',
-           'variance_error', 'Oscillation', 'QATDoctor', 'table', 'advice', 'plot', 'cpu_distributed']
+           'enter', 'catch_up', 'forget_best', 'before_fit', 'before_train', 'before_step', 'after_train',
+           'clipped_share', 'variance_error', 'Oscillation', 'QATDoctor', 'table', 'advice', 'plot', 'cpu_distributed']
 
 # %% ../nbs/12_learner.ipynb #5ebe1284
 import warnings
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 import pandas as pd
 from fastai.callback.core import Callback
+from fastai.callback.tracker import TrackerCallback
 from fastai.torch_core import get_model, rank_distrib
 from .norm import STATISTICS, Calibration
 from .quantizer import QuantizerState, several_processes
@@ -57,10 +58,12 @@ class QAT(Callback):
         if 0 not in self.plan: raise ValueError(f'schedule must say what holds from epoch 0 on, got epochs {list(self.plan)}')
         if list(self.plan.values())[-1] != (weight_bits, act_bits): self.plan[max(self.plan) + 1] = weight_bits, act_bits
         self.options, self.exceptions = dict(statistics=statistics, family=family), exceptions
-        self.step_lr, self.freeze_bn_epoch, self._learn = step_lr, freeze_bn_epoch, None
+        self.step_lr, self.freeze_bn_epoch, self._learn, self.stage = step_lr, freeze_bn_epoch, None, 0
 
     @property
     def net(self): return get_model(self.learn.model) # without the wrapper of distributed training, which changes names
+    @property
+    def final(self)->bool: return self.stage == len(self.plan) - 1 # the plan has nothing further down
     @property
     def distributed(self)->bool: return self.net is not self.learn.model and several_processes()
     @property
@@ -112,7 +115,8 @@ def stage_reached(self:QAT, due:int=0)->int:
 def enter(self:QAT, epoch:int):
     "Bring the model to the stage that the plan has for an epoch, or leave it where it is if that is further down"
     due = max(i for i, e in enumerate(self.plan) if e <= epoch)
-    bits = list(self.plan.values())[max(due, self.stage_reached(due))]
+    self.stage = max(due, self.stage_reached(due))
+    bits = list(self.plan.values())[self.stage]
     if bits != (32, 32): return set_bits(self.net, *bits, self.exceptions)
     estimated = any(l.statistics != 'batch' for l in self.net.modules() if isinstance(l, RepConv2d))
     set_mode(self.net, 'merged' if estimated else 'branches')   # the estimate is trained through the merged form
@@ -120,6 +124,14 @@ def enter(self:QAT, epoch:int):
 def catch_up(self:QAT):
     "Quantize a model whose plan begins with full precision, if what was loaded had come further"
     if (32, 32) not in list(self.plan.values())[1:] and self.stage_reached() >= 0: self.enter(0)
+
+# %% ../nbs/12_learner.ipynb #7c1abd28
+def forget_best(learn):
+    "Have fastai's trackers begin again: epochs of different bits are not compared"
+    for cb in learn.cbs:
+        if not isinstance(cb, TrackerCallback) or cb.best is None: continue
+        cb.best = float('inf') if cb.comp(0, 1) else -float('inf')
+        if hasattr(cb, 'wait'): cb.wait = 0
 
 # %% ../nbs/12_learner.ipynb #7c1abd26
 def before_fit(self:QAT):
@@ -133,7 +145,9 @@ def before_fit(self:QAT):
 
 def before_train(self:QAT):
     if self.distributed: share_buffers(self.net)
+    before = self.stage
     self.enter(self.epoch)
+    if self.stage != before: forget_best(self.learn)
     if self.freeze_bn_epoch is not None and self.epoch >= self.freeze_bn_epoch:
         for m in self.net.modules():
             if isinstance(m, nn.modules.batchnorm._BatchNorm): m.eval()

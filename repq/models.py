@@ -394,6 +394,7 @@ def cost(
     if len(input_size) != 3: raise ValueError(f'input_size must be (channels, height, width), got {input_size!r}')
     bits, shapes, rows = layer_bits(net, weight_bits, act_bits, exceptions), output_shapes(net, input_size), []
     layers = layers_of(net)
+    inside = tuple(f'{name}.' if name else '' for name in layers)   # of a single layer, which has no name, everything
     for name, m in net.named_modules():
         if name in layers:
             weight, outputs = merged_weight(m), shapes.get(name, [])
@@ -403,7 +404,7 @@ def cost(
             w, a = bits[name]
             output = outputs[-1] if outputs else ()
             rows.append(LayerCost(name, kind, output, macs, prod(weight) + bias*weight[0], w, a, macs*w*a))
-        elif not any(name.startswith(f'{layer}.') for layer in layers):
+        elif not name.startswith(inside):
             own = sum(p.numel() for p in m.parameters(recurse=False))
             if own: rows.append(LayerCost(name, type(m).__name__, (), 0, own, 32, 32, 0))
     return Cost(tuple(rows), tuple(input_size))

@@ -4,23 +4,25 @@
 
 # %% auto #0
 __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'OREPA_BITS', 'TEST_SETS', 'TIME_COLUMNS', 'TABLES',
-           'PRELOAD', 'EFFORT', 'STATISTICS_EFFORT', 'V100', 'OVERHEAD', 'BN_OVERHEAD', 'digest', 'experiments',
-           'syntax', 'notebook_code', 'code_hash', 'Run', 'spec_key', 'recipes', 'settings_for', 'Cell', 'classifier',
-           'methods_of', 'table_2', 'super_resolution', 'table_3', 'table_4', 'side_table', 'cells', 'graph',
-           'draw_graph', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'die_with', 'kernel_main', 'Forked',
-           'forkserver', 'can_fork', 'kernel_manager', 'check_parameters', 'parameters', 'check_parent', 'Outcome',
-           'make_portable', 'complete', 'execute', 'reason', 'effort', 'seconds_left', 'Batch', 'clock', 'Board',
-           'read_progress', 'stop_kernels', 'set_aside', 'settle', 'run_batch', 'reproduce', 'open_executor', 'limited',
-           'load_network', 'data_of', 'macs_of', 'gpu_hours']
+           'PRELOAD', 'KERNELS', 'EFFORT', 'STATISTICS_EFFORT', 'LOOK_AGAIN', 'V100', 'OVERHEAD', 'BN_OVERHEAD',
+           'digest', 'experiments', 'syntax', 'notebook_code', 'code_hash', 'Run', 'spec_key', 'recipes',
+           'settings_for', 'Cell', 'classifier', 'methods_of', 'table_2', 'super_resolution', 'table_3', 'table_4',
+           'side_table', 'cells', 'graph', 'draw_graph', 'read_record', 'Found', 'locked', 'Store', 'read_failure',
+           'die_with', 'kernel_main', 'Forked', 'Kernels', 'forkserver', 'can_fork', 'kernel_manager',
+           'check_parameters', 'parameters', 'check_parent', 'Outcome', 'claimed', 'make_portable', 'complete',
+           'set_aside', 'run_notebook', 'execute', 'reason', 'effort', 'seconds_left', 'Batch', 'clock', 'Board',
+           'read_progress', 'settle', 'run_batch', 'reproduce', 'open_executor', 'limited', 'load_network', 'data_of',
+           'macs_of', 'gpu_hours']
 
 # %% ../nbs/20_runs.ipynb #6b08fcd4
-import ast, hashlib, json, logging, os, shutil, signal, sys, tempfile, time, weakref
+import ast, hashlib, json, logging, os, platform, shutil, signal, sys, tempfile, threading, time, weakref
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
-from .files import sha256, write_json
+from .files import sha256, write_json, write_whole
 
 # %% ../nbs/20_runs.ipynb #84183fc2
 NOTEBOOKS = dict(classify='classify.ipynb', super_resolution='super_resolution.ipynb', time='time.ipynb')
@@ -316,7 +318,7 @@ def locked(folder)->bool:
     "Whether a living process works in a folder"
     import fcntl
     try:
-        with open(folder/'lock') as f: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(folder/'lock') as f: fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB) # shared: two who only look are not in each other's way
     except FileNotFoundError: return False
     except BlockingIOError: return True
     return False
@@ -330,6 +332,7 @@ class Store:
     ): self.root, self.profile, self.folder = Path(root).absolute(), profile, Path(root).absolute()/profile
     def done(self, run:Run)->Path: return self.folder/run.id
     def work(self, run:Run)->Path: return self.folder/'.work'/run.id
+    def claim(self, run:Run)->Path: return self.folder/'.work'/f'{run.id}.claim'
 
     def look(self, run:Run, weights=False)->Found:
         "What there is of a run"
@@ -386,9 +389,28 @@ class Forked:
         self.pid = self.process.pid
     def poll(self): return self.process.exitcode
     def wait(self): return self.process.join() or self.process.exitcode
-    def send_signal(self, number): os.kill(self.pid, number)
+    def send_signal(self, number):
+        try: os.kill(self.pid, number)
+        except ProcessLookupError: pass # it has ended by itself
     def kill(self): self.send_signal(signal.SIGKILL)
     def terminate(self): self.send_signal(signal.SIGTERM)
+
+# %% ../nbs/20_runs.ipynb #b7eb8d3a
+class Kernels:
+    "The kernels that this process has started"
+    def __init__(self): self.running, self.lock, self.stopped = weakref.WeakSet(), threading.Lock(), False
+    def add(self, process):
+        "Take note of a kernel; one that starts while all are being stopped ends at once"
+        with self.lock: self.running.add(process)
+        if self.stopped: process.kill()
+    def stop(self):
+        "End them all"
+        self.stopped = True
+        with self.lock: found = list(self.running)
+        for p in found:
+            if p.poll() is None: p.kill()
+
+KERNELS = Kernels()
 
 # %% ../nbs/20_runs.ipynb #d3d8990b
 @lru_cache(maxsize=None)
@@ -397,7 +419,7 @@ def forkserver(): # multiprocessing context
     import multiprocessing, multiprocessing.forkserver as server
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOAD)
-    add = dict(PYTHONWARNINGS='ignore::FutureWarning', MPLBACKEND='module://matplotlib_inline.backend_inline')
+    add = dict(PYTHONWARNINGS='ignore::FutureWarning', MPLBACKEND='module://matplotlib_inline.backend_inline', PYTHONSAFEPATH='1') # not the folder it is started in
     before = {k: os.environ.get(k) for k in add}
     os.environ.update(add)
     try: server.ensure_running()
@@ -420,11 +442,13 @@ def kernel_manager(fork:bool): # class
             weakref.finalize(self, shutil.rmtree, folder, True)
             super().__init__(**(kwargs if os.name == 'nt' else dict(transport='ipc', ip=f'{folder}/k', connection_file=f'{folder}/kernel.json') | kwargs))
         async def _async_launch_kernel(self, kernel_cmd, **kw): # the place that jupyter_client has for this
-            if not fork: return await super()._async_launch_kernel(kernel_cmd, **kw)
             p = self.provisioner
-            p.process = Forked(kernel_cmd[kernel_cmd.index('ipykernel_launcher') + 1:], kw.get('env') or dict(os.environ), str(kw.get('cwd') or Path.cwd()))
-            p.pid = p.pgid = p.process.pid # it leads a group of its own
-            self._reconcile_connection_info(p.connection_info)
+            if not fork: await super()._async_launch_kernel(kernel_cmd, **kw)
+            else:
+                p.process = Forked(kernel_cmd[kernel_cmd.index('ipykernel_launcher') + 1:], kw.get('env') or dict(os.environ), str(kw.get('cwd') or Path.cwd()))
+                p.pid = p.pgid = p.process.pid # it leads a group of its own
+                self._reconcile_connection_info(p.connection_info)
+            KERNELS.add(p.process)
     return Manager
 
 # %% ../nbs/20_runs.ipynb #0c974922
@@ -452,16 +476,41 @@ def check_parent(run:Run, store:Store):
 class Outcome:
     "How the execution of a run ended"
     id:str
-    state:str         # 'done', 'failed' or 'skipped'
+    state:str         # 'done', 'failed', 'skipped', 'stopped' or 'busy' (another driver is at it)
     why:str = ''
     seconds:float = 0.
+
+# %% ../nbs/20_runs.ipynb #f3e8e422
+@contextmanager
+def claimed(run:Run, store:Store): # gives '' if the run is ours until the block ends, else who is at it
+    "Let only one driver at a time work at a run"
+    import fcntl
+    path = store.claim(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'a+', encoding='utf-8') as f:
+        try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            f.seek(0)
+            yield f.read() or 'another process'
+            return
+        try: current = os.path.samestat(os.fstat(f.fileno()), os.stat(path))
+        except FileNotFoundError: current = False
+        if not current: # between opening and locking, its owner has removed the file: a lock on it means nothing
+            yield 'a process that has just ended'
+            return
+        try:
+            f.truncate(0)
+            f.write(f'process {os.getpid()} on {platform.node()}')
+            f.flush()
+            yield ''
+        finally: path.unlink(missing_ok=True) # while the lock is held
 
 # %% ../nbs/20_runs.ipynb #cfe992fa
 def make_portable(path, store:Store):
     "Take the paths of this machine out of an executed notebook"
     text = path.read_text(encoding='utf-8')
     for here, there in [(store.root, 'results'), (experiments().absolute(), 'nbs/experiments')]: text = text.replace(json.dumps(str(here))[1:-1], there)
-    path.write_text(text, encoding='utf-8')
+    write_whole(path, text)
 
 def complete(run:Run, store:Store)->dict:
     "Check the record that a notebook left, name it, and put the folder in its place"
@@ -476,33 +525,49 @@ def complete(run:Run, store:Store)->dict:
     os.replace(work, store.done(run))
     return read_record(store.done(run), weights=True)
 
+def set_aside(run:Run, store:Store)->Path:
+    "Move a finished run that cannot be trusted out of the way, keeping it"
+    to = store.folder/'.corrupt'/f'{run.id}-{int(time.time())}'
+    to.parent.mkdir(parents=True, exist_ok=True)
+    return store.done(run).rename(to)
+
 # %% ../nbs/20_runs.ipynb #2ce8d272
+def run_notebook(run:Run, store:Store, fork=None):
+    "Execute the notebook of a run that is claimed, and put its folder in its place"
+    import papermill
+    logging.getLogger('papermill').setLevel(logging.ERROR)
+    work, source, given = store.work(run), experiments()/NOTEBOOKS[run.task], parameters(run, store)
+    check_parent(run, store)
+    check_parameters(source, given)
+    work.mkdir(parents=True, exist_ok=True)
+    (work/'failed.json').unlink(missing_ok=True)
+    kernel = kernel_manager(can_fork(run) if fork is None else fork)
+    papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False,
+                               extra_arguments=['--log-level=50', '--InteractiveShellApp.ignore_cwd=True'], kernel_manager_class=kernel)
+    complete(run, store)
+
 def execute(
     run:Run,
     root='results',
     fork=None # the kernel, from a process that has imported all; by default where possible
 )->Outcome:
-    "Execute the notebook of a run; whatever goes wrong is in the outcome"
-    import papermill
-    logging.getLogger('papermill').setLevel(logging.ERROR)
+    "Execute the notebook of a run, unless another driver is at it; whatever goes wrong is in the outcome"
     store, started = Store(root, run.profile), time.time()
-    work, source = store.work(run), experiments()/NOTEBOOKS[run.task]
+    def outcome(state, why=''): return Outcome(run.id, state, why, time.time() - started)
     try:
-        if store.look(run).state == 'done': return Outcome(run.id, 'done')
-        check_parent(run, store)
-        given = parameters(run, store)
-        check_parameters(source, given)
-        work.mkdir(parents=True, exist_ok=True)
-        (work/'failed.json').unlink(missing_ok=True)
-        kernel = kernel_manager(can_fork(run) if fork is None else fork)
-        papermill.execute_notebook(str(source), str(work/'notebook.ipynb'), given, kernel_name='python3', progress_bar=False, extra_arguments=['--log-level=50'], kernel_manager_class=kernel)
-        complete(run, store)
-        return Outcome(run.id, 'done', seconds=time.time() - started)
-    except Exception as e:
-        why = reason(e)
-        try: write_json(work/'failed.json', dict(why=why, when=datetime.now(timezone.utc).isoformat(timespec='seconds')))
-        except OSError: pass # a full disk: the outcome still says it
-        return Outcome(run.id, 'failed', why, time.time() - started)
+        with claimed(run, store) as other:
+            if other: return Outcome(run.id, 'busy', f'{other} is at it: waiting for its result')
+            found = store.look(run, weights=True)
+            if found.state == 'done': return Outcome(run.id, 'done', 'was there already')
+            if found.state == 'corrupt': set_aside(run, store)
+            try: run_notebook(run, store, fork)
+            except Exception as e:
+                if KERNELS.stopped: return outcome('stopped')
+                try: write_json(store.work(run)/'failed.json', dict(why=reason(e), when=datetime.now(timezone.utc).isoformat(timespec='seconds')))
+                except OSError: pass # a full disk: the outcome still says it
+                raise
+        return outcome('done')
+    except Exception as e: return outcome('failed', reason(e))
 
 def reason(e:Exception)->str:
     "An exception in one line; of an error inside a notebook, the error there"
@@ -524,12 +589,14 @@ def seconds_left(waiting, finished)->float: # of one worker
     return sum(effort(r)*rate([f for f in finished if (f.task, f.model) == (r.task, r.model)] or list(finished)) for r in waiting)
 
 # %% ../nbs/20_runs.ipynb #ce7075f6
+LOOK_AGAIN = 2. # seconds, at a run that another driver is at
+
 class Batch:
     "Runs under way, each after its parent"
     def __init__(self, runs, root='results', settled=()):
         self.root, self.runs, self.started = Path(root).absolute(), list(runs), time.time()
         self.outcomes = {r.id: Outcome(r.id, 'done') for r in self.runs if r.id in set(settled)}
-        self.waiting, self.futures, self.times = [r for r in self.runs if r.id not in self.outcomes], {}, {}
+        self.waiting, self.futures, self.times, self.busy = [r for r in self.runs if r.id not in self.outcomes], {}, {}, {} # busy: id -> when to look again
 
     def ready(self)->list:
         "Runs that can start now, the longest first; children of failed runs are skipped"
@@ -538,7 +605,7 @@ class Batch:
             if parent and parent.state != 'done':
                 self.waiting.remove(r)
                 self.outcomes[r.id] = Outcome(r.id, 'skipped', f'its parent {r.parent.id} {parent.state}')
-        free = [r for r in self.waiting if r.parent is None or r.parent.id in self.outcomes]
+        free = [r for r in self.waiting if (r.parent is None or r.parent.id in self.outcomes) and self.busy.get(r.id, 0.) <= time.time()]
         return sorted(free, key=lambda r: (r.parent is not None, -effort(r)))
 
     def step(self, executor, limit:int, timeout:float=0.5)->list: # outcomes that are new
@@ -546,14 +613,16 @@ class Batch:
         for r in self.ready()[:max(0, limit - len(self.futures))]:
             self.waiting.remove(r)
             self.futures[executor.submit(execute, r, str(self.root))] = r
+        if not self.futures: time.sleep(timeout) # all that is left is with other drivers
         ended, new = wait(self.futures, timeout=timeout, return_when=FIRST_COMPLETED)[0], []
         for f in ended:
             r = self.futures.pop(f)
             try: o = f.result()
             except Exception as e: o = Outcome(r.id, 'failed', reason(e)) # the executor itself: a cluster that lost all its workers
-            self.outcomes[r.id] = o
-            if o.state == 'done': self.times[r] = o.seconds
-            new.append(o)
+            if o.state != 'busy' or r.id not in self.busy: new.append(o)
+            if o.state == 'busy': self.waiting, self.busy[r.id] = [*self.waiting, r], time.time() + LOOK_AGAIN
+            else: self.outcomes[r.id] = o
+            if o.state == 'done' and o.seconds: self.times[r] = o.seconds
         return new
 
     @property
@@ -607,27 +676,12 @@ def read_progress(folder)->dict:
     except (OSError, json.JSONDecodeError): return dict(done=0, total=1, text='starting')
 
 # %% ../nbs/20_runs.ipynb #bceecf76
-def stop_kernels(batch:Batch, store:Store):
-    "End the kernels of a batch on this machine"
-    import platform
-    for r in batch.futures.values():
-        p = read_progress(store.work(r))
-        if p.get('host') == platform.node() and locked(store.work(r)):
-            try: os.kill(p['pid'], signal.SIGKILL)
-            except (ProcessLookupError, PermissionError): pass
-
-def set_aside(run:Run, store:Store)->Path:
-    "Move a finished run that cannot be trusted out of the way, keeping it"
-    to = store.folder/'.corrupt'/f'{run.id}-{int(time.time())}'
-    to.parent.mkdir(parents=True, exist_ok=True)
-    return store.done(run).rename(to)
-
 def settle(runs, store:Store, say=print)->list: # ids that are done
-    "Check what is there already; damaged results are named and set aside"
+    "Check what is there already, and name what is damaged"
     done = []
     for r in runs:
         found = store.look(r, weights=True)
-        if found.state == 'corrupt': say(f'not trusted: {found.why}. Kept in {set_aside(r, store)}; it will be run again')
+        if found.state == 'corrupt': say(f'not trusted: {found.why}. It will be run again; what is there is kept in {store.folder/".corrupt"}')
         if found.state == 'done': done.append(r.id)
     return done
 
@@ -657,8 +711,9 @@ def run_batch(
                 board.update(new)
                 if new: note()
                 if new and on_change: on_change(batch)
-        except BaseException:
-            stop_kernels(batch, store)
+        except BaseException as e:
+            KERNELS.stop()
+            if isinstance(e, KeyboardInterrupt): board.print('stopping: the same command goes on from the last epoch of each training')
             raise
     return batch
 
@@ -679,7 +734,7 @@ class open_executor:
     def __init__(self, workers, scheduler=None, profile='smoke'): self.workers, self.scheduler, self.profile = workers, scheduler, profile
     def __enter__(self):
         if not self.scheduler:
-            self.pool = ThreadPoolExecutor(self.workers)
+            self.pool, KERNELS.stopped = ThreadPoolExecutor(self.workers), False
             return self.pool
         try: from distributed import Client
         except ImportError: raise ValueError("a cluster needs Dask: pip install 'repq[cluster]'") from None
@@ -688,8 +743,9 @@ class open_executor:
         self.pool = self.client.get_executor(pure=False, retries=2, **(dict(resources={'GPU': 1}) if self.profile == 'paper' else {}))
         return self.pool
     def __exit__(self, kind, *_):
-        self.pool.shutdown(wait=kind is None)
+        self.pool.shutdown(wait=kind is None or not self.scheduler) # threads end soon after their kernels
         if self.scheduler: self.client.close()
+        else: KERNELS.stopped = False
 
 def limited(runs, steps=None)->list:
     "The same runs cut off after so many steps: other runs, with other names"

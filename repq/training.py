@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STAND_INS', 'pack_optimizer', 'unpack_optimizer', 'save_tensors', 'load_tensors', 'load_weights', 'Workspace',
            'classifier_data', 'imagenet_dls', 'stand_in', 'sr_data', 'estimate_1x1', 'full_precision_network',
-           'quantized_network', 'count_layers', 'schedule', 'Keeper', 'save', 'resume', 'fit', 'commit', 'finish',
-           'variance_errors']
+           'quantized_network', 'count_layers', 'schedule', 'check_finite', 'Keeper', 'is_best', 'save', 'resume',
+           'fit', 'commit', 'not_finite', 'finish', 'variance_errors']
 
 # %% ../nbs/19_training.ipynb #fad7283f
 import fcntl, json, math, os, platform, subprocess, time
@@ -171,6 +171,10 @@ def schedule(
     return {'lr': combine_scheds([warmup, 1 - warmup], [SchedLin(lr/100, lr), SchedCos(lr, 0)]) if warmup else SchedCos(lr, 0)}
 
 # %% ../nbs/19_training.ipynb #c89de010
+def check_finite(what:str, value:float, epoch:int):
+    "Raise where a training has diverged"
+    if not math.isfinite(value): raise FloatingPointError(f'{what} is {value} in epoch {epoch + 1}, and nothing of that epoch was kept: a smaller learning rate (lr; of quantized networks also step_lr) or a longer warm-up may help')
+
 class Keeper(Callback):
     "Keeps history, best weights and a checkpoint after each epoch; stops a training that diverges"
     order = 80 # after the recorder and all that changes the network
@@ -181,13 +185,13 @@ class Keeper(Callback):
         max_steps:int=None      # stop after so many steps, wherever that is
     ):
         self.work, self.what, self.keep_best, self.max_steps = work, what, keep_best, max_steps
-        self.history, self.best, self.start, self.spent, self.sessions = [], {}, 0, 0., 0
+        self.history, self.best, self.best_epoch, self.start, self.spent, self.sessions = [], {}, 0, 0, 0., 0
 
     def before_fit(self): self.sessions, self.clock = self.sessions + 1, time.process_time()
     def before_train(self): self.total, self.count = 0., 0
     def after_batch(self):
         if not self.training: return
-        if not math.isfinite(loss := self.loss.item()): raise FloatingPointError(f'the loss is {loss} in epoch {self.epoch + 1}: a smaller learning rate may help')
+        check_finite('the loss', loss := self.loss.item(), self.epoch)
         self.total, self.count = self.total + loss, self.count + 1
         steps = self.epoch*self.n_iter + self.iter + 1
         last = f', {self.what} {self.history[-1]["metric"]:.4g}' if self.history else ''
@@ -197,17 +201,24 @@ class Keeper(Callback):
     def after_epoch(self):
         if self.epoch < self.start: return # skipped: an earlier process has trained it
         valid_loss, metric = self.recorder.values[-1][1:3]
+        check_finite('the validation loss', valid_loss, self.epoch)
+        check_finite(f'{self.what} on the validation data', metric, self.epoch)
         self.history.append(dict(epoch=self.epoch + 1, train_loss=self.total/max(1, self.count), valid_loss=valid_loss, metric=metric))
-        if self.keep_best and metric >= max(h['metric'] for h in self.history): self.best = {n: t.detach().clone() for n, t in self.model.state_dict().items()}
+        if self.keep_best and self.is_best(metric): self.best_epoch, self.best = self.epoch + 1, {n: t.detach().clone() for n, t in self.model.state_dict().items()}
         self.spent, self.clock = self.spent + time.process_time() - self.clock, time.process_time()
         if self.work.folder: self.save(self.work.path('checkpoint.safetensors'))
 
 # %% ../nbs/19_training.ipynb #d518f503
+def is_best(self:Keeper, metric:float)->bool:
+    "Whether no epoch before was better; epochs before the final bits do not count"
+    if hasattr(self.learn, 'qat') and not self.learn.qat.final: return False
+    return not self.best_epoch or metric >= self.history[self.best_epoch - 1]['metric']
+
 def save(self:Keeper, path):
     "Write all that the future of this training depends on"
     opt, rest = pack_optimizer(self.learn.opt)
     tensors = {f'net.{n}': t for n, t in self.learn.model.state_dict().items()} | {f'best.{n}': t for n, t in self.best.items()} | opt
-    save_tensors(path, tensors | {'random': torch.get_rng_state()}, dict(epochs=len(self.history), history=self.history, optimizer=rest, spent=self.spent, sessions=self.sessions))
+    save_tensors(path, tensors | {'random': torch.get_rng_state()}, dict(epochs=len(self.history), history=self.history, best_epoch=self.best_epoch, optimizer=rest, spent=self.spent, sessions=self.sessions))
 
 def resume(self:Keeper, learn)->int: # epochs already trained
     "Take up a training where its checkpoint left it"
@@ -219,10 +230,10 @@ def resume(self:Keeper, learn)->int: # epochs already trained
     if learn.opt is None: learn.create_opt()
     unpack_optimizer(learn.opt, {n: t for n, t in tensors.items() if n.startswith('opt.')}, about['optimizer'])
     torch.set_rng_state(tensors['random'])
-    self.best, self.history, self.start, self.spent, self.sessions = part('best.'), about['history'], about['epochs'], about['spent'], about['sessions']
+    self.best, self.best_epoch, self.history, self.start, self.spent, self.sessions = part('best.'), *(about[k] for k in ('best_epoch', 'history', 'epochs', 'spent', 'sessions'))
     return self.start
 
-for f in (save, resume): setattr(Keeper, f.__name__, f)
+for f in (is_best, save, resume): setattr(Keeper, f.__name__, f)
 
 # %% ../nbs/19_training.ipynb #2665f18d
 def fit(
@@ -234,7 +245,7 @@ def fit(
     schedule_name:str='cosine', # see `schedule`
     warmup:float=0,             # epochs
     weight_decay:float=0.,
-    step_lr:float=None,         # learning rate of quantizers' steps
+    step_lr:float=None,         # learning rate of quantizers' steps; by default a tenth of `lr`
     bits:int=32,
     schedule_bits:dict=None,    # {epoch: bits} before the final ones
     **kwargs                    # of Keeper
@@ -243,7 +254,9 @@ def fit(
     opt = dict(sgd=partial(SGD, mom=0.9, decouple_wd=False), adam=Adam)[one_of(optimizer, ('sgd', 'adam'), 'optimizer')]
     keeper = Keeper(work, **kwargs)
     cbs = [repq_data.FollowEpoch(), keeper, ParamScheduler(schedule(schedule_name, lr, warmup/max(1, epochs)))]
-    if bits < 32: cbs.append(QAT(bits, bits, step_lr=step_lr/lr, schedule=schedule_bits))
+    if bits < 32:
+        cbs.append(qat := QAT(bits, bits, step_lr=0.1 if step_lr is None else step_lr/lr, schedule=schedule_bits))
+        if max(qat.plan) >= epochs: raise ValueError(f'{bits} bits begin with epoch {max(qat.plan) + 1} of {epochs}, so they would never be trained: train for more epochs, or shorten the stages before, {schedule_bits}')
     learn = Learner(dls, net, loss, opt_func=opt, lr=lr, wd=weight_decay, metrics=metrics, cbs=cbs)
     done = keeper.resume(learn)
     if done < epochs:
@@ -259,6 +272,12 @@ def commit()->str:
     except OSError: return ''
     return head.stdout.strip() + ('+' if git('status', '--porcelain', '--', '.').stdout.strip() else '') if head.returncode == 0 else ''
 
+def not_finite(value, name:str='')->list: # such as 'metrics.psnr.Set5 is nan'
+    "The numbers in a record that are none"
+    if isinstance(value, float): return [] if math.isfinite(value) else [f'{name} is {value}']
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return [w for k, v in parts for w in not_finite(v, f'{name}.{k}' if name else str(k))]
+
 def finish(
     work:Workspace,
     run:dict,           # what was asked for, as the notebook understood it
@@ -272,6 +291,7 @@ def finish(
     record = dict(format=1, run=run, metrics=metrics, history=keeper.history if keeper else [], **more, environment={k: v for k, v in environment.items() if k not in ('compiler', 'system')}, commit=commit(),
                   finished=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
                   time=dict(wall=time.time() - work.started, cpu=time.process_time(), training_cpu=keeper.spent if keeper else 0., sessions=keeper.sessions if keeper else 1))
+    if wrong := not_finite(record): raise FloatingPointError(f'{"; ".join(wrong[:5])}{f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""}: no result, so no record was written. A smaller learning rate, or more bits, may help')
     if work.folder is None: return record
     if net is not None:
         path = save_tensors(work.path('weights.safetensors'), net.state_dict(), run)

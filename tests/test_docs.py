@@ -327,6 +327,14 @@ def test_the_whole_page_runs(name, tmp_path):
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env={**ENV, 'TMPDIR': str(tmp_path)}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {'tutorials/reproduce.ipynb': "Counter({'done': 11})", 'tutorials/cluster.ipynb': 'ecbsr-plain-plain-4bit-s0'}[name] in done.stdout
+    left = [p.parent.name for p in Path('/proc').glob('[0-9]*/cmdline') if str(tmp_path).encode() in read_or_nothing(p) and b'distributed.cli' in read_or_nothing(p)]
+    assert not left, f'the page has left processes {left}'
+
+
+def read_or_nothing(path):
+    "A file that may be gone"
+    try: return path.read_bytes()
+    except OSError: return b''
 
 
 def shell_lines():

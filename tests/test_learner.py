@@ -6,7 +6,7 @@ from torch import nn
 pytest.importorskip('fastai')
 from fastai.basics import CrossEntropyLossFlat, Learner, accuracy
 from fastai.callback.core import Callback, CancelFitException
-from fastai.callback.all import ProgressCallback
+from fastai.callback.all import EarlyStoppingCallback, ProgressCallback, SaveModelCallback
 from fastai.optimizer import OptimWrapper
 import repq
 from repq.data import FollowEpoch, digits_dls
@@ -105,6 +105,26 @@ def test_start_epoch(tmp_path):
     modes = Modes()
     learner(tmp_path, [QAT(4, 4, start_epoch=1), modes]).fit(2, 0.01)
     assert [m[0] for m in modes.seen] == ['branches', 'quantized']
+
+
+def test_the_best_epoch_is_of_the_final_stage(parent, tmp_path):
+    "8 bits are better than 2; what is kept, and what ends a training, are epochs of 2 bits"
+    best, patient = SaveModelCallback('accuracy'), EarlyStoppingCallback('accuracy', patience=2)
+    learn = learner(tmp_path, QAT(2, 2, statistics='batch', schedule={0: 8, 2: 2}), copy.deepcopy(parent))
+    learn.fit_one_cycle(4, 0.003, cbs=[best, patient])
+    scores = [v[-1] for v in learn.recorder.values]
+    assert len(scores) == 4 and max(scores[:2]) > max(scores[2:]), 'the test needs a better epoch of 8 bits'
+    assert learn.model[2].weight_quantizer.bits == 2 and best.best == learn.validate()[1] == max(scores[2:])
+
+
+def test_the_best_of_one_stage_is_compared_over_fits(parent, tmp_path):
+    "A second fit of the same bits forgets nothing if it was told so"
+    best = SaveModelCallback('accuracy', reset_on_fit=False)
+    learn = learner(tmp_path, QAT(4, 4, statistics='batch', schedule={0: 8, 1: 4}), copy.deepcopy(parent))
+    learn.fit_one_cycle(3, 0.003, cbs=best)
+    before = best.best
+    learn.fit(1, 1., cbs=best)     # ruins the network
+    assert learn.recorder.values[-1][-1] < before == best.best == learn.validate()[1]
 
 
 class StopAndSave(Callback):

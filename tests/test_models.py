@@ -217,6 +217,14 @@ def test_a_layer_used_twice_costs_twice_and_has_its_parameters_once():
     assert (c.macs, c.params) == (2*9*4, 6)
 
 
+@pytest.mark.parametrize('block', BLOCKS)
+def test_a_single_layer_costs_what_it_costs_in_a_network(block):
+    "Its branches are merged: they are neither rows nor parameters of their own"
+    layer = BLOCKS[block](3, 8)
+    alone, inside = cost(layer, (3, 7, 9)), cost(nn.Sequential(layer), (3, 7, 9))
+    assert (alone.macs, alone.params, len(alone.rows)) == (inside.macs, inside.params, 1) == (63*8*27, 8*27 + 8, 1)
+
+
 @pytest.mark.parametrize('name', MODELS)
 def test_draws_itself(name):
     svg = narrow(name)._repr_svg_()

@@ -1,5 +1,5 @@
 "The driver: real trainings in real kernels, killed, broken, resumed, and on a cluster"
-import json, os, shutil, signal, subprocess, sys, time
+import json, os, shutil, signal, subprocess, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import pytest
@@ -28,7 +28,8 @@ def classifiers():
 
 
 CODE = '''
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler) # a job in the background ignores it
 sys.path.insert(0, sys.argv[1])
 from tests import test_runs
 from repq.runs import run_batch
@@ -38,11 +39,11 @@ if __name__ == '__main__':
 '''
 
 
-def start(root, scheduler='', runs=family):
+def start(root, scheduler='', runs=family, cwd=None):
     script = Path(root).parent/'driver.py'
     script.write_text(CODE)
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    return subprocess.Popen([sys.executable, str(script), str(ROOT), str(root), scheduler, runs.__name__], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen([sys.executable, str(script), str(ROOT), str(root), scheduler, runs.__name__], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=cwd)
 
 
 def results(root, runs=family):
@@ -104,6 +105,20 @@ def test_same_seed_twice(undisturbed, tmp_path):
     assert R.execute(other, tmp_path).state == 'done' and R.read_record(tmp_path/'smoke'/other.id)['metrics'] != record['metrics']
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason='Python 3.10 always looks in the folder it is started in')
+def test_kernels_have_the_code_of_the_driver(undisturbed, tmp_path):
+    "Started inside another clone, whose repq is not the one that the run is named after"
+    (tmp_path/'clone'/'repq').mkdir(parents=True)
+    (tmp_path/'clone'/'repq'/'__init__.py').write_text('from pathlib import Path; (Path(__file__).parent/"imported").touch()')
+    driver = start(tmp_path/'results', cwd=tmp_path/'clone')
+    out = driver.communicate(timeout=300)[0]
+    assert driver.returncode == 0 and not (tmp_path/'clone'/'repq'/'imported').exists(), out
+    assert results(tmp_path/'results') == undisturbed[1]
+    (tmp_path/'one.py').write_text('from tests.test_runs import R, family; print(R.execute(family()[0], "ordinary", fork=False))')
+    out = subprocess.run([sys.executable, str(tmp_path/'one.py')], env={**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}, cwd=tmp_path/'clone', capture_output=True, text=True)
+    assert "state='done'" in out.stdout and not (tmp_path/'clone'/'repq'/'imported').exists(), out
+
+
 @pytest.mark.parametrize('moment', ['in the parent', 'in a child', 'before the rename'])
 def test_kill_9_and_again(undisturbed, tmp_path, moment):
     "Killed at once, without a chance to clean up: no kernel stays, and the next batch ends as if nothing had happened"
@@ -128,6 +143,129 @@ def test_kill_9_and_again(undisturbed, tmp_path, moment):
     if stamp: assert (store.done(parent)/'record.json').stat().st_mtime_ns == stamp, 'a finished run was done twice'
     sessions = R.read_record(store.done(child if moment == 'in a child' else parent))['time']['sessions']
     assert sessions == (1 if moment == 'before the rename' else 2)
+
+
+# -- two drivers, one folder
+
+def slow_family(): return family(steps_per_epoch=60)
+
+
+class Driver:
+    "A driver whose lines can be waited for while it runs"
+    def __init__(self, root, runs=slow_family):
+        self.process, self.lines = start(root, runs=runs), []
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
+        self.reader.start()
+    @property
+    def out(self): return ''.join(self.lines)
+    def says(self, text): wait_for(lambda: text in self.out or not self.reader.is_alive(), what=text); assert text in self.out, self.out
+    def end(self, number=None):
+        if number: self.process.send_signal(number)
+        status = self.process.wait(300)
+        self.reader.join(10)
+        return status
+
+
+@pytest.fixture
+def driver(tmp_path):
+    "Starts drivers on one folder; none of them outlives the test"
+    made = []
+    def start_one(runs=slow_family): made.append(Driver(tmp_path/'results', runs)); return made[-1]
+    yield start_one
+    for d in made: d.process.kill()
+
+
+def at_work(store, run):
+    "The kernel that is at a run, after its first epoch"
+    wait_for(lambda: (store.work(run)/'checkpoint.safetensors').exists(), what=f'an epoch of {run.id}')
+    return R.read_progress(store.work(run))['pid']
+
+
+def test_two_drivers_share_the_work(undisturbed, tmp_path, driver):
+    "Started one after the other: every run is made once, both wait for all of them, and the results are the same"
+    root = tmp_path/'results'
+    drivers = [driver(family), driver(family)]
+    for d in drivers: assert d.end() == 0, d.out
+    assert results(root) == undisturbed[1]
+    out = [d.out for d in drivers]
+    assert any('is at it: waiting for its result' in o for o in out) and all(o.count(' done ') == 3 for o in out), out
+    assert sum(o.count('was there already') for o in out) == 3, 'each run is made by one driver and found by the other'
+    assert all(R.read_record(root/'smoke'/r.id)['time']['sessions'] == 1 for r in family())
+    assert not any((root/'smoke'/'.work').iterdir())
+
+
+def test_ctrl_c_ends_only_its_own_kernels(tmp_path, driver):
+    "The second of two drivers is stopped: the kernel of the first lives, and the first ends well"
+    root, parent = tmp_path/'results', slow_family()[0]
+    first = driver()
+    kernel = at_work(R.Store(root, 'smoke'), parent)
+    second = driver()
+    second.says(f'process {first.process.pid} on')
+    assert second.end(signal.SIGINT) != 0 and alive(kernel), second.out
+    assert first.end() == 0, first.out
+    assert all(R.read_record(root/'smoke'/r.id, weights=True)['time']['sessions'] == 1 for r in slow_family())
+
+
+@pytest.mark.parametrize('how', [signal.SIGINT, signal.SIGKILL])
+def test_a_driver_takes_over(tmp_path, driver, how):
+    "The first of two drivers ends in the middle of a run: its kernel ends too, nothing is called failed, the second goes on from the checkpoint"
+    root, parent = tmp_path/'results', slow_family()[0]
+    store, first = R.Store(root, 'smoke'), driver()
+    kernel = at_work(store, parent)
+    second = driver()
+    second.says(f'process {first.process.pid} on')
+    assert first.end(how) != 0
+    wait_for(lambda: not alive(kernel), 15, 'the kernel to end')
+    assert second.end() == 0 and 'failed' not in second.out + first.out, second.out
+    assert all(R.read_record(store.done(r), weights=True) for r in slow_family()) and R.read_record(store.done(parent))['time']['sessions'] == 2
+
+
+def test_ctrl_c_is_no_failure(tmp_path, driver):
+    "A batch that was stopped is interrupted, at once, and goes on"
+    root, parent = tmp_path/'results', slow_family()[0]
+    only, store = driver(), R.Store(root, 'smoke')
+    kernel, began = at_work(store, parent), time.time()
+    assert only.end(signal.SIGINT) != 0 and time.time() - began < 15 and not alive(kernel)
+    assert store.look(parent).state == 'interrupted', store.look(parent)
+    assert 'stopping: the same command goes on' in only.out
+    assert not store.claim(parent).exists()
+
+
+def test_ctrl_c_while_kernels_start(tmp_path, driver):
+    "Before the first kernel is there: it ends as soon as it has come"
+    root, parent = tmp_path/'results', slow_family()[0]
+    only, store = driver(), R.Store(root, 'smoke')
+    wait_for(lambda: store.claim(parent).exists(), what='a claim')
+    assert only.end(signal.SIGINT) != 0
+    assert store.look(parent).state in ('interrupted', 'missing') and not store.claim(parent).exists()
+
+
+def test_a_claim_is_of_one(tmp_path):
+    "Many at a time, claiming and giving back: never two at once"
+    run, store, inside, most = family()[0], R.Store(tmp_path, 'smoke'), [], []
+    def work():
+        mine = 0
+        while mine < 40:
+            with R.claimed(run, store) as other:
+                if other: continue
+                inside.append(1); most.append(len(inside)); time.sleep(1e-4); inside.pop()
+                mine += 1
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert max(most) == 1 and len(most) == 8*40 and not store.claim(run).exists()
+
+
+def test_a_finished_run_is_not_written_into(undisturbed, tmp_path):
+    "A driver that saw nothing when it began finds the result when it gets there"
+    root, parent = tmp_path/'results', family()[0]
+    batch = R.Batch(family()[:1], root)
+    shutil.copytree(undisturbed[0], root)
+    files = {p: p.stat().st_mtime_ns for p in (root/'smoke'/parent.id).iterdir()}
+    with R.open_executor(1) as pool:
+        while batch.unfinished: new = batch.step(pool, 1)
+    assert [(o.state, o.why, o.seconds) for o in new] == [('done', 'was there already', 0.)] and not batch.times
+    assert files == {p: p.stat().st_mtime_ns for p in (root/'smoke'/parent.id).iterdir()}
 
 
 def test_kill_9_and_again_in_c(tmp_path):

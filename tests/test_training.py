@@ -1,0 +1,93 @@
+"The training of a run: the best epoch it keeps, and how it ends when it diverges"
+import copy, json
+import pytest, torch
+import torch.nn.functional as F
+pytest.importorskip('fastai')
+from fastai.metrics import accuracy
+from repq.data import digits_dls
+from repq.training import Keeper, Workspace, finish, fit, full_precision_network, load_tensors, quantized_network
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+
+
+def network(): return full_precision_network('repvgg_a0', 'repvgg', 'batch', width=1/8, depth=1/4, small_input=True, in_channels=1, n_classes=10)
+
+
+@pytest.fixture(scope='module')
+def parent():
+    torch.manual_seed(0)
+    net = network()
+    fit(net, digits_dls(), F.cross_entropy, accuracy, Workspace(), 4, 0.1, schedule_name='one_cycle')
+    return net
+
+
+def train_in_stages(parent, folder=None, **kwargs):
+    "Two epochs of 8 bits, two of 2"
+    torch.manual_seed(0)
+    net = quantized_network(copy.deepcopy(parent), 'repq', 2, 'batch')
+    with Workspace(folder) as work:
+        return net, fit(net, digits_dls(), F.cross_entropy, accuracy, work, 4, 0.01, step_lr=1e-3, bits=2, schedule_bits={0: 8, 2: 2}, keep_best=True, **kwargs)
+
+
+def test_the_best_epoch_is_of_the_final_bits(parent):
+    net, keeper = train_in_stages(parent)
+    scores = [h['metric'] for h in keeper.history]
+    assert max(scores[:2]) > max(scores[2:]), 'the test needs a better epoch of 8 bits'
+    assert keeper.best_epoch in (3, 4) and scores[keeper.best_epoch - 1] == max(scores[2:])
+    net.load_state_dict(keeper.best)
+    assert {l.weight_quantizer.bits for l in net.modules() if getattr(l, 'weight_quantizer', None)} == {2}
+    x, y = map(torch.cat, zip(*digits_dls().valid))
+    assert accuracy(net.eval()(x), y).item() == pytest.approx(max(scores[2:]), abs=1e-6)
+
+
+@pytest.mark.parametrize('epoch', [1, 2, 3])
+def test_the_best_epoch_after_a_cut(parent, tmp_path, monkeypatch, epoch):
+    "Before, at and after the step to the final bits"
+    _, whole = train_in_stages(parent)
+    after_epoch = Keeper.after_epoch
+    def cut(self):
+        after_epoch(self)
+        if self.epoch + 1 == epoch: raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(Keeper, 'after_epoch', cut)
+        train_in_stages(parent, tmp_path)
+    _, resumed = train_in_stages(parent, tmp_path)
+    assert resumed.sessions == 2 and resumed.history == whole.history and resumed.best_epoch == whole.best_epoch
+    assert all(torch.equal(t, resumed.best[n]) for n, t in whole.best.items())
+
+
+def test_cut_off_before_the_final_bits_nothing_is_best(parent):
+    _, keeper = train_in_stages(parent, max_steps=30)
+    assert len(keeper.history) == 1 and keeper.best == {} and keeper.best_epoch == 0
+
+
+def test_stages_that_never_end(parent):
+    net = quantized_network(copy.deepcopy(parent), 'repq', 2, 'batch')
+    with pytest.raises(ValueError, match='2 bits begin with epoch 3 of 2.*more epochs'):
+        fit(net, digits_dls(), F.cross_entropy, accuracy, Workspace(), 2, 0.01, step_lr=1e-3, bits=2, schedule_bits={0: 8, 2: 2})
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+@pytest.mark.parametrize('what', ['the validation loss', 'accuracy on the validation data'])
+def test_validation_that_is_no_number_ends_the_training(tmp_path, what, value):
+    "In the epoch where it happens; the checkpoint stays that of the epoch before"
+    steps = 0
+    def loss(pred, y):
+        nonlocal steps
+        steps += torch.is_grad_enabled()
+        return F.cross_entropy(pred, y)*(value if what == 'the validation loss' and not torch.is_grad_enabled() and steps > 22 else 1)
+    def score(pred, y): return accuracy(pred, y)*(value if what != 'the validation loss' and steps > 22 else 1)
+    with Workspace(tmp_path) as work, pytest.raises(FloatingPointError, match=f'{what} is {value} in epoch 2.*smaller learning rate'):
+        fit(network(), digits_dls(), loss, score, work, 4, 0.05, keep_best=True)
+    about = load_tensors(tmp_path/'checkpoint.safetensors')[1]
+    assert about['epochs'] == len(about['history']) == 1 and steps == 44
+    assert not (tmp_path/'record.json').exists() and not (tmp_path/'weights.safetensors').exists()
+
+
+def test_a_metric_that_is_no_number_is_no_record(tmp_path):
+    "Post-training quantization has no loss to look at: it is noticed before anything is written"
+    with Workspace(tmp_path) as work, pytest.raises(FloatingPointError, match=r'metrics\.psnr\.Set5 is nan: no result'):
+        finish(work, dict(task='super_resolution'), dict(psnr=dict(Set5=float('nan'), B100=30.)), {}, network())
+    assert not (tmp_path/'record.json').exists() and not (tmp_path/'weights.safetensors').exists()
+    with Workspace(tmp_path) as work: finish(work, dict(task='super_resolution'), dict(psnr=dict(Set5=29., B100=30.)), {}, network())
+    assert json.loads((tmp_path/'record.json').read_text())['metrics']['psnr']['Set5'] == 29.
