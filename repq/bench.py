@@ -172,7 +172,7 @@ def training_step(net, x, y, loss=F.cross_entropy): # function without arguments
 
 # %% ../nbs/22_bench.ipynb #b7a10014
 LAYOUTS = {'contiguous': torch.contiguous_format, 'channels-last': torch.channels_last}
-LATE = 256 # a step at which calibration has become as rare as it gets, and is due
+LATE = 1024 # a step at which calibration has become as rare as it gets, and is due
 
 def at_step(net, step:int, run): # function without arguments
     "Run with every calibration of a network at a given step of the training"
@@ -208,7 +208,7 @@ def compose_rows(
     table:pd.DataFrame, # of `interleaved`
     parts:dict          # name -> names of its parts
 )->pd.DataFrame: # with `attrs['baseline']`: stage -> layout of the faster plain network, and `attrs['parts']`
-    "Add the rows that are made of others: the faster layout of a plain network, 15 ordinary steps and a measuring one of a calibrated one"
+    "Add the rows that are made of others: the faster layout of a plain network, ordinary steps and a measuring one of a calibrated one"
     times, faults = ({k: t[k] for k in t} for t in (table.attrs['rounds'], table.attrs['faults']))
     baseline = {}
     for name, own in parts.items():

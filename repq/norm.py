@@ -249,8 +249,8 @@ def exact_mean(signal:Signal, kernel:Kernel)->Tensor: # (out,)
 
 # %% ../nbs/02_norm.ipynb #93b0e739
 def interval(step:int)->int:
-    "Steps from one calibration to the next: 1 at first, 16 in the end"
-    return min(16, 1 << (max(step, 1).bit_length() - 1)//2)
+    "Steps from one calibration to the next: 1 at first, 32 in the end"
+    return min(32, 1 << (max(step, 1).bit_length() - 1)//2)
 
 class Calibration(nn.Module):
     "The ratio of true to estimated variance of one norm, measured every now and then"
