@@ -278,7 +278,7 @@ def record_markdown(record:dict, columns=None)->str:
 def targets_markdown(records, value:str='relative')->str:
     "The rows of several records that have a target, as one table in Markdown"
     rows = [(r, name, row) for r in records for name, row in r['rows'].items() if row.get('must') is not None]
-    columns = {c: [row.get(c) for _, _, row in rows] for c in ('median ms', value, 'low', 'high', 'operations', 'must', 'aim', 'met', 'paper') if any(c in r['columns'] for r in records)}
+    columns = {c: [row.get(c) for _, _, row in rows] for c in ('median ms', value, 'low', 'high', 'operations', 'at peak', 'must', 'aim', 'met', 'paper') if any(c in r['columns'] for r in records)}
     layouts = [r.get('baseline', {}).get('QAT') for r, *_ in rows]
     return markdown([['setting', 'method'], *([r.get('title', r['name']), name.removeprefix('QAT ')] for r, name, _ in rows)], columns | ({'layout of plain QAT': layouts} if any(layouts) else {}))
 
@@ -291,10 +291,10 @@ def bar_color(name:str, parts=())->str:
     if name.startswith('FP'): return COLORS['FP']
     return COLORS['repq'] if 'repq' in name.lower() or 'bits' in name else COLORS['plain']
 
-def marks_of(record:dict, name:str, value:str)->dict: # low and high quartile, must, aim, paper, operations; None where there is nothing
+def marks_of(record:dict, name:str, value:str)->dict: # low and high quartile, must, aim, paper, multiplications at peak; None where there is nothing
     "What is drawn beside the bar of one row"
     row = record['rows'][name]
-    if value != 'median ms': return {k: row.get(k) for k in ('low', 'high', 'must', 'aim', 'paper', 'operations')}
+    if value != 'median ms': return {k: row.get(k) for k in ('low', 'high', 'must', 'aim', 'paper', 'at peak')}
     times = pd.Series(record.get('rounds', {}).get(name, [row[value]]), dtype=float)
     return dict(low=times.quantile(.25), high=times.quantile(.75))
 
@@ -316,7 +316,7 @@ def bar_panel(
         if m.get('low') is not None and m['high'] > m['low']: ax.plot([m['low'], m['high']], [i, i], color='black', lw=1.4, solid_capstyle='butt')
         for key in ('must', 'aim'):
             if m.get(key) is not None and (key, m['aim']) != ('aim', m['must']): ax.plot([m[key]]*2, [i - .44, i + .44], color=COLORS[key], lw=2.4, zorder=3)
-        if m.get('operations') is not None: ax.plot(m['operations'], i, '|', color=COLORS['count'], ms=11, mew=2.4)
+        if m.get('at peak') is not None: ax.plot(m['at peak'], i, '|', color=COLORS['count'], ms=11, mew=2.4)
         if m.get('paper') is not None: ax.plot(m['paper'], i, 'D', mfc='white', mec='black', ms=5, zorder=4)
         ax.text(1.01, i, f'{v:.2f} »' if v > limit else f'{v:.2f}', transform=ax.get_yaxis_transform(), va='center', fontsize=8, color=COLORS['must'] if missed else 'black')
     if value != 'median ms': ax.axvline(1, color='black', lw=.8, ls=':')
@@ -346,7 +346,7 @@ def bar_figure(
     has = {k for r, v in panels for n in r['rows'] for k, m in marks_of(r, n, v).items() if m is not None}
     marks = dict(low=Line2D([], [], color='black', lw=1.4, label='middle half of the rounds'), must=Line2D([], [], color=COLORS['must'], lw=2.4, label='must'),
                  aim=Line2D([], [], color=COLORS['aim'], lw=2.4, label='aim'), paper=Line2D([], [], ls='', marker='D', mfc='white', mec='black', ms=5, label='paper, Table 4 (two V100)'),
-                 operations=Line2D([], [], ls='', marker='|', color=COLORS['count'], ms=11, mew=2.4, label='multiplications, counted'))
+                 **{'at peak': Line2D([], [], ls='', marker='|', color=COLORS['count'], ms=11, mew=2.4, label='plain QAT, with the multiplications at peak')})
     if has: fig.legend(handles=[m for k, m in marks.items() if k in has], loc='outside lower center', ncols=5, fontsize=8, frameon=False)
     return fig
 

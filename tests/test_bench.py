@@ -224,7 +224,7 @@ def test_record_has_everything(tmp_path):
     ordinary, measuring, whole = (record['rounds'][k] for k in (ORDINARY, MEASURING, 'QAT RepQ-calibrated'))
     assert whole == pytest.approx([(31*a + b)/32 for a, b in zip(ordinary, measuring)])
     assert record['setting'] == dict(model='resnet18', block='acnet', size=16, batch=2, width=.125) and record['layout'] == 'contiguous'
-    assert {'median ms', 'spread', 'relative', 'low', 'high', 'operations', 'must', 'aim', 'met', 'paper'} <= set(record['columns']) and all(row['operations'] >= 1 for row in record['rows'].values())
+    assert {'median ms', 'spread', 'relative', 'low', 'high', 'operations', 'at peak', 'must', 'aim', 'met', 'paper'} <= set(record['columns']) and all(row['operations'] >= 1 for row in record['rows'].values())
     assert 'operations' in record_markdown(record).splitlines()[0] and record['rows']['QAT RepQ-BNEst']['paper'] == 1.5
     assert record['rows']['QAT RepQ-BNEst']['must'] is None, 'a target is for the full network only'
     assert record['conditions']['path'] == 'eager' and not re.search(r'"[^"]*/(usr|bin|home|root|work)/', json.dumps(record)), 'no path of a machine'
@@ -311,3 +311,15 @@ def test_a_long_bar_is_cut_and_says_so():
     t['relative'] = [1., 11., 1., 1.7]
     ax = measuring.bar_figure([make_record(t, 'a', '')]).axes[0]
     assert [text.get_text() for text in ax.texts] == ['1.00', '11.00 »', '1.00', '1.70'] and ax.get_xlim()[1] < 2
+
+
+def test_a_step_at_peak():
+    "Plain QAT with the additional multiplications at the rate of a large matrix product, round by round"
+    with quantizer.use_compiled('native'):
+        nets = compared_networks(lambda plain: branch_chain(0 if plain else 2, 8, blocks=2), methods=['RepQ-BN', 'RepQ-BNEst'])
+        t = bench.measure_steps(nets, torch.randn(2, 8, 6, 6), torch.randint(10, (2,)), rounds=3)
+    assert (t['at peak'][t.operations == 1] == 1).all() and 'large product' not in t.index
+    more, bn = (t.operations['QAT RepQ-BN'] - 1)*(6*2*6*6*8*8*9 + 3*2*8*10), t['at peak']['QAT RepQ-BN'] - 1
+    assert 0 < bn < 1
+    seconds = bn*t['median ms']['QAT Plain']/1e3
+    assert 1e8 < more/seconds < 1e14, 'multiplications in a second, as a processor or a GPU may have'
