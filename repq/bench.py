@@ -244,7 +244,7 @@ def count_steps(
     found = {}
     for name, own in steps.items():
         parts = {part: multiplications(f) for part, f in own.items()}
-        found |= {name: long_run(*parts.values()) if name.endswith('calibrated') else min(parts.values())} | parts # small maps take fewer channels last (notebook `small`)
+        found |= {name: long_run(*parts.values()) if name.endswith('calibrated') else min(parts.values())} | parts # of plain networks the layout with fewer, until it is known which one is faster
     return found
 
 # %% ../nbs/22_bench.ipynb #b7a10019
@@ -260,8 +260,9 @@ def measure_steps(nets:dict, x, y, rounds:int=9, layout:str='channels-last', on_
             table = interleaved({n: f for own in steps.values() for n, f in own.items()} | {'large product': lambda: large @ large}, rounds, warmup=1, on_round=on_round)
             counts = count_steps(steps) # now that no clock runs
     finally: torch.set_num_threads(threads)
-    peak = table.attrs['rounds']['large product']/LARGE**3 # milliseconds for a multiplication
+    peak = table.attrs['rounds']['large product']/LARGE**3 if x.device.type == 'cpu' else float('nan') # milliseconds for a multiplication
     table = compose_rows(table, steps)
+    counts |= {f'{stage} Plain': counts[f'{stage} Plain, {layout}'] for stage, layout in table.attrs['baseline'].items()} # of the layout that was measured
     for stage in dict.fromkeys(n.split()[0] for n in nets):
         rows = [n for n in table.index if n.startswith(stage)]
         table.loc[rows, ['relative', 'low', 'high']] = relative(table, f'{stage} Plain').loc[rows].values

@@ -346,7 +346,7 @@ def bar_figure(
     has = {k for r, v in panels for n in r['rows'] for k, m in marks_of(r, n, v).items() if m is not None}
     marks = dict(low=Line2D([], [], color='black', lw=1.4, label='middle half of the rounds'), must=Line2D([], [], color=COLORS['must'], lw=2.4, label='must'),
                  aim=Line2D([], [], color=COLORS['aim'], lw=2.4, label='aim'), paper=Line2D([], [], ls='', marker='D', mfc='white', mec='black', ms=5, label='paper, Table 4 (two V100)'),
-                 **{'at peak': Line2D([], [], ls='', marker='|', color=COLORS['count'], ms=11, mew=2.4, label='plain QAT, with the multiplications at peak')})
+                 **{'at peak': Line2D([], [], ls='', marker='|', color=COLORS['count'], ms=11, mew=2.4, label='plain, with the additional multiplications at peak')})
     if has: fig.legend(handles=[m for k, m in marks.items() if k in has], loc='outside lower center', ncols=5, fontsize=8, frameon=False)
     return fig
 

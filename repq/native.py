@@ -338,8 +338,9 @@ def library(dtype): # ctypes library, or None
     if dtype not in DEFINES: return None
     if dtype not in _libraries:
         try:
-            found = _libraries[dtype] = ctypes.CDLL(str(build(dtype)))
+            found = ctypes.CDLL(str(build(dtype)))
             for f in (found.forward, found.backward): f.argtypes, f.restype = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p), None
+            _libraries[dtype] = found # not before it is ready: another thread may look
         except (RuntimeError, OSError) as e:
             _libraries[dtype] = None
             warnings.warn(f'repq: merging goes on without compiled C ({e})')
@@ -381,7 +382,7 @@ def tap_table(
 
 def address(t): return 0 if t is None else t.data_ptr()
 
-PACKED = {dtype: (Struct(f'@7q2{number}5P'), Struct(f'@4q{number}12P')) for dtype, number in ((torch.float32, 'f'), (torch.float64, 'd'))} # `Block` without its parts, and `Part`
+PACKED = {dtype: (Struct(f'@7q2{number}5P0q'), Struct(f'@4q{number}12P0q')) for dtype, number in ((torch.float32, 'f'), (torch.float64, 'd'))} # `Block` without its parts, and `Part`
 
 # %% ../nbs/04_native.ipynb #0a5d779d
 def pack(
@@ -491,7 +492,7 @@ class SmallStatistics(torch.autograd.Function):
             key = w.shape[3], stride[1], cols
             if key not in strips: strips[key] = cut_strips(x, *key)
             s = strips[key]
-            y = x.new_zeros(len(w), (x.shape[2] + 2*rows - w.shape[2])//stride[0] + 1, s.shape[1]*s.shape[2]).permute(1, 2, 0) # laid out by channel, which BLAS does faster
+            y = x.new_zeros(len(w), (x.shape[2] + 2*rows - w.shape[2])//stride[0] + 1, s.shape[1]*s.shape[2]).permute(1, 2, 0) # laid out by channel
             add_products(y, s, rows_of(w, s, stride[0], rows))
             mean = y.mean((0, 1))
             centred.append(y.sub_(mean))
@@ -504,13 +505,13 @@ class SmallStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *by):
         (stride, paddings), (x, *rest), strips, results = ctx.rest, ctx.saved_tensors, {}, []
-        k = len(paddings)
-        for w, y, (rows, cols), by_weight, by_mean, by_var in zip(rest[:k], rest[k:], paddings, by[::3], by[1::3], by[2::3]):
+        k, asked = len(paddings), ctx.needs_input_grad
+        for w, y, (rows, cols), by_weight, by_mean, by_var, learns in zip(rest[:k], rest[k:], paddings, by[::3], by[1::3], by[2::3], asked[3:]):
             key, n = (w.shape[3], stride[1], cols), y.shape[0]*y.shape[1]
-            if key not in strips: strips[key] = (s := cut_strips(x, *key)), torch.zeros_like(s)
+            if key not in strips: strips[key] = (s := cut_strips(x, *key)), torch.zeros_like(s) if asked[0] else None
             s, by_strips = strips[key]
-            results.append(by_weight.contiguous(memory_format=torch.channels_last))
+            results.append(by_weight.contiguous(memory_format=torch.channels_last) if learns else None)
             add_gradients(torch.addcmul(by_mean/n, y, 2*by_var/n), s, rows_of(w, s, stride[0], rows), by_strips, results[-1])
-        by_x = torch.zeros_like(x, memory_format=torch.channels_last)
-        for (_, *frame), (_, by_strips) in strips.items(): paste_strips(by_x, by_strips, *frame)
+        by_x = torch.zeros_like(x) if asked[0] else None
+        for (_, *frame), (_, by_strips) in strips.items() if asked[0] else (): paste_strips(by_x, by_strips, *frame)
         return by_x, None, None, *results

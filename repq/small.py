@@ -66,10 +66,11 @@ def cut_strips(
 def paste_strips(
     by_x:Tensor, # (batch, in, height, width), changed in place
     strips:Tensor, stride:int, padding:int
-):
+)->Tensor: # `by_x`
     "Add every number of the strips to the pixel that it was cut from: the gradient of `cut_strips`"
-    by_x = by_x.permute(2, 0, 3, 1)
-    for j, met, seen in meets(by_x.shape[2], strips.shape[3], stride, padding): by_x[:, :, seen] += strips[:, :, met, j]
+    pixels = by_x.permute(2, 0, 3, 1)
+    for j, met, seen in meets(pixels.shape[2], strips.shape[3], stride, padding): pixels[:, :, seen] += strips[:, :, met, j]
+    return by_x
 
 # %% ../nbs/00_small.ipynb #5a110b05
 def rows_of(weight:Tensor, strips:Tensor, stride:int, padding:int): # (weight (out, kw·in), slice of outputs, slice of the map, number) for each row of a kernel that meets the map
@@ -86,15 +87,17 @@ def add_products(y:Tensor, strips:Tensor, rows):
 def add_gradients(
     grad:Tensor,      # (height', batch·width', out), of the outputs
     strips:Tensor, rows,
-    by_strips:Tensor, # changed in place
-    by_weight:Tensor, # (out, in, kh, kw), channels last, changed in place
+    by_strips:Tensor, # changed in place; None: not asked for
+    by_weight:Tensor, # (out, in, kh, kw), channels last, changed in place; None: not asked for
     beta:int=1        # 0: overwritten
 ):
     "The gradients of `add_products`"
-    by_weight = by_weight.permute(0, 2, 3, 1).view(len(by_weight), by_weight.shape[2], -1)
+    if by_weight is not None: by_weight = by_weight.permute(0, 2, 3, 1).view(len(by_weight), by_weight.shape[2], -1)
     for w, met, seen, i in rows:
-        g, to, by = grad[met].reshape(-1, grad.shape[2]), by_weight[:, i], by_strips[seen]
-        torch.addmm(to, g.T, strips[seen].reshape(-1, w.shape[1]), beta=beta, out=to)
+        g = grad[met].reshape(-1, grad.shape[2])
+        if by_weight is not None: torch.addmm(by_weight[:, i], g.T, strips[seen].reshape(-1, w.shape[1]), beta=beta, out=by_weight[:, i])
+        if by_strips is None: continue
+        by = by_strips[seen]
         if by.is_contiguous(): torch.addmm(by.view(-1, w.shape[1]), g, w, out=by.view(-1, w.shape[1]))
         else: by += (g @ w).view(by.shape)
 
@@ -119,10 +122,10 @@ class SmallMap(torch.autograd.Function):
         strips = cut_strips(x, weight.shape[3], stride[1], padding[1])
         rows = rows_of(weight, strips, stride[0], padding[0])
         grad = grad.permute(2, 0, 3, 1).reshape(grad.shape[2], -1, len(weight))
-        by_x, by_weight, by_strips = (torch.empty_like(t, memory_format=m) for t, m in ((x, torch.channels_last), (weight, torch.channels_last), (strips, torch.contiguous_format)))
-        if len(rows) < weight.shape[2]: by_weight.zero_()
-        add_gradients(grad, strips, rows, by_strips.zero_(), by_weight, beta=0)
-        paste_strips(by_x.zero_(), by_strips, stride[1], padding[1])
+        by_strips, by_weight = torch.zeros_like(strips) if ctx.needs_input_grad[0] else None, torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        if by_weight is not None and len(rows) < weight.shape[2]: by_weight.zero_()
+        add_gradients(grad, strips, rows, by_strips, by_weight, beta=0)
+        by_x = None if by_strips is None else paste_strips(torch.zeros_like(x), by_strips, stride[1], padding[1])
         return by_x, by_weight, grad.sum((0, 1)), None, None
 
 # %% ../nbs/00_small.ipynb #f29f968d

@@ -66,8 +66,12 @@ def test_native_on_small_maps(name, statistics, monkeypatch):
     for i, o, stride, size in [(6, 6, 1, (2, 2)), (8, 8, 1, (4, 3)), (6, 8, 2, (7, 5)), (6, 6, 1, (1, 4))]:
         layer = block(name, i, o, stride, 1, statistics).to(memory_format=torch.channels_last)
         x = torch.randn(3, i, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
-        expected = step(layer, x, False)
-        assert_same_step(step(layer, x, 'native'), expected)
+        expected, together = step(layer, x, False), []
+        with monkeypatch.context() as m:
+            apply = native.SmallStatistics.apply
+            m.setattr(native.SmallStatistics, 'apply', lambda *args: together.append(args) or apply(*args))
+            assert_same_step(step(layer, x, 'native'), expected)
+        assert len(together) == (statistics in ('batch', 'sampled')), 'once for all parts of the block'
         monkeypatch.setitem(small.small_map, 'pixels', 0)
         assert_same_step(step(layer, x, 'native'), expected)
         monkeypatch.setitem(small.small_map, 'pixels', 25)
@@ -82,6 +86,9 @@ def test_small_maps_twice_back(monkeypatch):
     x = torch.randn(3, 6, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
     before = [p.detach().clone() for p in layer.parameters()]
     with use_compiled('native'): y = layer(x).pow(3).mean()
+    node, seen = [y.grad_fn], set()
+    while node: f = node.pop(); seen.add(type(f).__name__); node += [g for g, _ in f.next_functions if g is not None]
+    assert 'SmallStatisticsBackward' in seen
     first, second = (torch.autograd.grad(y, [x, *layer.parameters()], retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second)) and all(map(torch.equal, before, layer.parameters()))
 
