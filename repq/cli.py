@@ -10,7 +10,7 @@ __all__ = ['QUICK', 'TINY', 'ABOUT', 'show_env', 'Progress', 'bench_command', 'f
            'positive', 'make_parser', 'main']
 
 # %% ../nbs/23_cli.ipynb #c2a56c7c
-import argparse, sys, time, warnings
+import argparse, os, sys, time, warnings
 import repq as package
 
 # %% ../nbs/23_cli.ipynb #f0cf2e0f
@@ -358,8 +358,14 @@ def main(
     except SystemExit as e: return e.code or 0 # argparse has said why
     args.words = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings('ignore', category=FutureWarning) # of other packages, when they are imported
-    try: return args.run(args)
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt: return 130
+    except BrokenPipeError: # `repq tables | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as e:
         print(f'repq: {e}', file=sys.stderr)
         return 1

@@ -376,3 +376,12 @@ def test_wrong_questions():
     with pytest.raises(ValueError, match=r'a table is one of 1, 2, 3, 4, S1, side, got 7'): table(7)
     with pytest.raises(ValueError, match="profile must be one of smoke, cpu, paper, got 'big'"): table(2, 'big')
     with pytest.raises(ValueError, match='the smoke profile has no side experiments: choose cpu or paper'): table('side', 'smoke', '/nowhere')
+
+
+def test_a_reader_that_has_seen_enough():
+    "`repq ... | head -1` ends without a traceback"
+    command = [sys.executable, '-c', 'import sys; from repq.cli import main; sys.exit(main(sys.argv[1:]))', 'reproduce', '--profile', 'paper', '--dry-run']
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        assert p.stdout.readline()
+        p.stdout.close()
+        assert p.stderr.read() == '' and p.wait() == 0
