@@ -160,6 +160,10 @@ def test_targets():
     judge(t, step_targets(Setting(), t), t.relative)
     assert t.met.to_dict() == {'QAT Plain': '', 'QAT RepQ-BNEst': 'no', 'QAT RepQ-BNEst, all': 'must', 'QAT RepQ-calibrated': 'aim', 'QAT RepQ-BN': 'no', 'QAT RepQ-sampled': 'aim'}
     assert t.must['QAT RepQ-calibrated'] == pytest.approx(1.15) and t.must.isna()['QAT Plain']
+    for more, met in ((.04, 'aim'), (.06, 'no')): # the median of the differences, whatever the medians are
+        u = table_of(**{'QAT Plain': [1.]*3, 'QAT RepQ-BNEst, all': [1., 1.2, 1.4], 'QAT RepQ-calibrated': [1. + more, 1.5, 1.4 + more]})
+        u['relative'] = relative(u, 'QAT Plain')['median']
+        assert judge(u, step_targets(Setting(), u), u.relative).met['QAT RepQ-calibrated'] == met
     assert step_targets(Setting(size=64), t) == {'QAT RepQ-BNEst': (1.25, 1.1), 'QAT RepQ-BNEst, all': (1.25, 1.1)} and step_targets(Setting(size=65), t) == {}
     assert step_targets(Setting(block='orepa', batch=48), t) == {'QAT RepQ': (1.35, 1.15)} and step_targets(Setting('repvgg_a0', 'repvgg', 96), t) == {'QAT RepQ-BNEst': (1.25, 1.05)}
 
