@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['rel_error', 'assert_same', 'assert_differs', 'gradients', 'assert_same_gradients', 'randomize_bn', 'run_mode',
-           'assert_modes_agree']
+           'assert_modes_agree', 'turns']
 
 # %% ../nbs/00_testing.ipynb #bb36bebf
-import copy
+import copy, time
 import torch
 from torch import nn, Tensor
 
@@ -112,3 +112,17 @@ def assert_modes_agree(
         assert_same(y2, y, tol, f'output in mode {mode}')
         assert_same_gradients(grads2, grads, tol)
         for name, b in buffers.items(): assert_same(buffers2[name], b, tol, f'{name} in mode {mode}')
+
+# %% ../nbs/00_testing.ipynb #7d1f0a02
+def turns(
+    *functions, # without arguments
+    rounds:int=7
+)->list: # milliseconds
+    "Median CPU time of functions that take turns"
+    times = [[] for _ in functions]
+    for _ in range(rounds + 1):
+        for f, t in zip(functions, times):
+            start = time.process_time()
+            f()
+            t.append(1e3*(time.process_time() - start))
+    return [sorted(t[1:])[rounds//2] for t in times]
