@@ -1,9 +1,9 @@
 "Every fast way gives what the simple one gives: output, gradients, running statistics"
-import copy, os, subprocess, sys
+import copy, os, platform, subprocess, sys
 import pytest, torch
 import torch.nn.functional as F
 import repq
-from repq import blocks, kernel, native, quantizer, small
+from repq import blocks, kernel, layer as layers, native, quantizer
 from repq.branch import Conv, Norm, Seq, Sum
 from repq.layer import RepConv2d, native_norms
 from repq.norm import STATISTICS
@@ -61,36 +61,45 @@ def test_native(name, statistics):
 @pytest.mark.parametrize('statistics', STATISTICS)
 @pytest.mark.parametrize('name', NATIVE)
 def test_native_on_small_maps(name, statistics, monkeypatch):
-    "Exact statistics of small maps are measured together, and their gradients added in place: nothing else may change"
-    monkeypatch.setitem(small.small_map, 'weights', 1)
-    for i, o, stride, size in [(6, 6, 1, (2, 2)), (8, 8, 1, (4, 3)), (6, 8, 2, (7, 5)), (6, 6, 1, (1, 4))]:
+    "Exact statistics of small maps are measured in the C loop, and their gradients added there: nothing else may change"
+    for i, o, stride, size in [(64, 64, 1, (2, 2)), (64, 64, 1, (4, 3)), (128, 70, 2, (7, 5)), (64, 64, 1, (1, 4))]:
         layer = block(name, i, o, stride, 1, statistics).to(memory_format=torch.channels_last)
         x = torch.randn(3, i, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
-        expected, together = step(layer, x, False), []
+        expected, inside = step(layer, x, False), []
         with monkeypatch.context() as m:
-            apply = native.SmallStatistics.apply
-            m.setattr(native.SmallStatistics, 'apply', lambda *args: together.append(args) or apply(*args))
+            forward = native.MergeLSQ.forward
+            m.setattr(native.MergeLSQ, 'forward', lambda ctx, frame, fixed, *rest: inside.extend(sees is not None for _, sees in fixed) or forward(ctx, frame, fixed, *rest))
             assert_same_step(step(layer, x, 'native'), expected)
-        assert len(together) == (statistics in ('batch', 'sampled')), 'once for all parts of the block'
-        monkeypatch.setitem(small.small_map, 'pixels', 0)
+        assert sum(inside) == (statistics in ('batch', 'sampled'))*sum(type(n.child) is Conv for n in layer.norms()), 'every convolution of the block'
+        monkeypatch.setattr(layers, 'inside_up_to', 0)
         assert_same_step(step(layer, x, 'native'), expected)
-        monkeypatch.setitem(small.small_map, 'pixels', 25)
+        monkeypatch.undo()
         layer.branch.parts[0].bn.eval()          # one part frozen
         assert_same_step(step(layer, x, 'native'), step(layer, x, False))
 
 
-def test_small_maps_twice_back(monkeypatch):
+def test_small_maps_twice_back():
     "A second backward pass over the same graph finds what the first one found: nothing of the graph was changed in place"
-    monkeypatch.setitem(small.small_map, 'weights', 1)
-    layer = block('acnet', statistics='batch').to(memory_format=torch.channels_last)
-    x = torch.randn(3, 6, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
+    layer = block('acnet', 64, 64, statistics='batch').to(memory_format=torch.channels_last)
+    x = torch.randn(3, 64, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
     before = [p.detach().clone() for p in layer.parameters()]
     with use_compiled('native'): y = layer(x).pow(3).mean()
-    node, seen = [y.grad_fn], set()
-    while node: f = node.pop(); seen.add(type(f).__name__); node += [g for g, _ in f.next_functions if g is not None]
-    assert 'SmallStatisticsBackward' in seen
     first, second = (torch.autograd.grad(y, [x, *layer.parameters()], retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second)) and all(map(torch.equal, before, layer.parameters()))
+
+
+@pytest.mark.parametrize('options', ['-mno-avx512f', '-mno-avx', '-O1 -fno-openmp', '-U__SSE2__'])
+@pytest.mark.skipif(platform.machine() != 'x86_64', reason='options of x86')
+def test_processors_of_less(options, monkeypatch, tmp_path):
+    "Narrower vectors, fewer registers, no threads, no streaming stores: the same numbers"
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    monkeypatch.setattr(native, '_libraries', {})
+    x = torch.randn(5, 64, 3, 2, dtype=torch.float64).to(memory_format=torch.channels_last)
+    ways = [block('acnet', 64, 50, statistics=s).to(memory_format=torch.channels_last) for s in ('estimate', 'batch')]
+    expected = [step(layer, x, False) for layer in ways]
+    monkeypatch.setenv('CC', f'cc {options}')
+    for layer, e in zip(ways, expected): assert_same_step(step(layer, x, 'native'), e)
+    assert native._libraries[torch.float64] is not None and len([*tmp_path.rglob('*.so')]) == 1
 
 
 @pytest.mark.parametrize('name', sorted(set(blocks.BLOCKS) - {*NATIVE, 'plain'}))
