@@ -88,14 +88,13 @@ def add_gradients(
     grad:Tensor,      # (height', batch·width', out), of the outputs
     strips:Tensor, rows,
     by_strips:Tensor, # changed in place; None: not asked for
-    by_weight:Tensor, # (out, in, kh, kw), channels last, changed in place; None: not asked for
-    beta:int=1        # 0: overwritten
+    by_weight:Tensor  # (out, in, kh, kw), channels last, overwritten; None: not asked for
 ):
     "The gradients of `add_products`"
     if by_weight is not None: by_weight = by_weight.permute(0, 2, 3, 1).view(len(by_weight), by_weight.shape[2], -1)
     for w, met, seen, i in rows:
         g = grad[met].reshape(-1, grad.shape[2])
-        if by_weight is not None: torch.addmm(by_weight[:, i], g.T, strips[seen].reshape(-1, w.shape[1]), beta=beta, out=by_weight[:, i])
+        if by_weight is not None: torch.mm(g.T, strips[seen].reshape(-1, w.shape[1]), out=by_weight[:, i])
         if by_strips is None: continue
         by = by_strips[seen]
         if by.is_contiguous(): torch.addmm(by.view(-1, w.shape[1]), g, w, out=by.view(-1, w.shape[1]))
@@ -124,7 +123,7 @@ class SmallMap(torch.autograd.Function):
         grad = grad.permute(2, 0, 3, 1).reshape(grad.shape[2], -1, len(weight))
         by_strips, by_weight = torch.zeros_like(strips) if ctx.needs_input_grad[0] else None, torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         if by_weight is not None and len(rows) < weight.shape[2]: by_weight.zero_()
-        add_gradients(grad, strips, rows, by_strips, by_weight, beta=0)
+        add_gradients(grad, strips, rows, by_strips, by_weight)
         by_x = None if by_strips is None else paste_strips(torch.zeros_like(x), by_strips, stride[1], padding[1])
         return by_x, by_weight, grad.sum((0, 1)), None, None
 
