@@ -385,7 +385,11 @@ static void tile_gradient(const Block* B, const Part* p, const N* at, N first, N
         EACH(a, TALL) { REAL by = g[a][place*S + n]; EACH(b, BROAD) sum[a][b] += by*x[b]; }
       }
     }
-    for (N a = 0; a < LESS(TALL, end - o); a++) put(p->by_weight + ((o + a)*T + at[k])*I + i, sum[a], sizeof sum[a]);
+    for (N a = 0; a < LESS(TALL, end - o); a++) {
+      REAL* to = p->by_weight + ((o + a)*T + at[k])*I + i;
+      if ((size_t)p->by_weight % 64) memcpy(to, sum[a], sizeof sum[a]);
+      else put(to, sum[a], sizeof sum[a]);
+    }
   }
 }
 
