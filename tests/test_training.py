@@ -1,11 +1,13 @@
-"The training of a run: the best epoch it keeps, and how it ends when it diverges"
+"The training of a run: the best epoch it keeps, the random numbers it goes on with, and how it ends when it diverges"
 import copy, json
+from contextlib import contextmanager
 import pytest, torch
 import torch.nn.functional as F
 pytest.importorskip('fastai')
 from fastai.metrics import accuracy
+from fastai.torch_core import defaults
 from repq.data import digits_dls
-from repq.training import Keeper, Workspace, finish, fit, full_precision_network, load_tensors, quantized_network
+from repq.training import Keeper, Workspace, finish, fit, full_precision_network, load_tensors, quantized_network, save_tensors
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -40,20 +42,74 @@ def test_the_best_epoch_is_of_the_final_bits(parent):
     assert accuracy(net.eval()(x), y).item() == pytest.approx(max(scores[2:]), abs=1e-6)
 
 
-@pytest.mark.parametrize('epoch', [1, 2, 3])
-def test_the_best_epoch_after_a_cut(parent, tmp_path, monkeypatch, epoch):
-    "Before, at and after the step to the final bits"
-    _, whole = train_in_stages(parent)
+@contextmanager
+def cut_after(epoch):
+    "A training in this block is stopped after so many epochs"
     after_epoch = Keeper.after_epoch
     def cut(self):
         after_epoch(self)
         if self.epoch + 1 == epoch: raise KeyboardInterrupt
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(Keeper, 'after_epoch', cut)
-        train_in_stages(parent, tmp_path)
+        yield
+
+
+@pytest.mark.parametrize('epoch', [1, 2, 3])
+def test_the_best_epoch_after_a_cut(parent, tmp_path, epoch):
+    "Before, at and after the step to the final bits"
+    _, whole = train_in_stages(parent)
+    with cut_after(epoch): train_in_stages(parent, tmp_path)
     _, resumed = train_in_stages(parent, tmp_path)
     assert resumed.sessions == 2 and resumed.history == whole.history and resumed.best_epoch == whole.best_epoch
     assert all(torch.equal(t, resumed.best[n]) for n, t in whole.best.items())
+
+
+class Noisy(torch.nn.Module):
+    "A network that draws random numbers while it trains"
+    def __init__(self, draw): super().__init__(); self.net, self.draw = network(), draw
+    def forward(self, x): return self.net(x + .3*self.draw(x) if self.training else x)
+
+
+def two_gpus(monkeypatch):
+    "Where there is no GPU: generators on the CPU behind torch.cuda's functions, and a draw from the second"
+    found = [torch.Generator().manual_seed(i) for i in range(2)]
+    answers = dict(is_available=lambda: True, device_count=lambda: 2, get_rng_state_all=lambda: [g.get_state() for g in found], set_rng_state=lambda state, i: found[i].set_state(state))
+    for name, f in answers.items(): monkeypatch.setattr(torch.cuda, name, f)
+    monkeypatch.setattr(defaults, 'use_cuda', False, raising=False) # fastai stays on the CPU
+    return lambda x: torch.randn(x.shape, generator=found[1]), lambda: [g.manual_seed(i) for i, g in enumerate(found)]
+
+
+@pytest.mark.parametrize('gpu', ['stand-in', pytest.param('real', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))])
+def test_random_numbers_of_gpus_after_a_cut(tmp_path, monkeypatch, gpu):
+    "Bit for bit as undisturbed; from a checkpoint that does not have their state it goes on too, with others"
+    dls = digits_dls()
+    draw, seed = two_gpus(monkeypatch) if gpu == 'stand-in' else (torch.randn_like, lambda: torch.cuda.manual_seed_all(0))
+    def train(folder=None):
+        torch.manual_seed(0); seed()
+        net = Noisy(draw)
+        with Workspace(folder) as work: return net, fit(net, dls, F.cross_entropy, accuracy, work, 3, 0.05)
+    net, whole = train()
+    with cut_after(1): train(tmp_path)
+    path = tmp_path/'checkpoint.safetensors'
+    tensors, about = load_tensors(path)
+    again, resumed = train(tmp_path)
+    assert resumed.sessions == 2 and resumed.history == whole.history
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
+    known = [n for n in tensors if n.startswith('random')]
+    assert len(known) == 1 + torch.cuda.device_count()
+    save_tensors(path, {n: t for n, t in tensors.items() if n not in known[1:]}, about)
+    _, old = train(tmp_path)
+    assert old.history[:1] == whole.history[:1] and old.history[1:] != whole.history[1:]
+
+
+def test_a_checkpoint_of_gpus_without_them(tmp_path, monkeypatch):
+    "What this machine does not have is left aside"
+    dls = digits_dls()
+    def train(net, epochs):
+        with Workspace(tmp_path) as work: return fit(net, dls, F.cross_entropy, accuracy, work, epochs, 0.05)
+    with monkeypatch.context() as m: two_gpus(m); train(network(), 1)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert len(train(network(), 2).history) == 2
 
 
 def test_cut_off_before_the_final_bits_nothing_is_best(parent):
