@@ -193,7 +193,8 @@ class Writer:
         return out
 
     def const(self, value, name='constant', dtype=None)->str:
-        "Add an initialiser"
+        "Add an initialiser; what is in the file already, and given by its name, stays"
+        if isinstance(value, str): return value
         value = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
         dtype = dtype or {np.dtype('float64'): np.float32}.get(value.dtype, value.dtype)
         name = self.unique(name)
@@ -205,8 +206,8 @@ class Writer:
         if isinstance(x, str): return x
         return self.const(x) if isinstance(x, Tensor) else self.const([x], dtype=np.float32 if isinstance(self.values[other][0], Tensor) else np.int64)
 
-    def sizes(self, x:str)->list: # None where a size can change
-        return [m if m == n else None for m, n in zip(*(v.shape for v in self.values[x]))]
+    def sizes(self, x)->list: # None where a size can change
+        return list(x.shape) if isinstance(x, Tensor) else [m if m == n else None for m, n in zip(*(v.shape for v in self.values[x]))]
 
 # %% ../nbs/09_operators.ipynb #4263d74f
 HANDLERS = {} # function -> handler(writer, *args, **kwargs), which gives the name of the result
@@ -263,22 +264,25 @@ def named(w, **tensors)->list:
 
 @handles(F.conv2d)
 def _(w, x, weight, bias=None, *args, **kwargs):
-    return w.op('Conv', x, *named(w, weight=weight, bias=bias), **conv_attributes(weight.shape[2:], *args, **kwargs))
+    return w.op('Conv', x, *named(w, weight=weight, bias=bias), **conv_attributes(w.sizes(weight)[2:], *args, **kwargs))
 
 @handles(F.linear)
 def _(w, x, weight, bias=None):
     if len(w.sizes(x)) == 2: return w.op('Gemm', x, *named(w, weight=weight, bias=bias), transB=1)
-    y = w.op('MatMul', x, w.const(weight.T, f'{w.name}.weight'))
+    y = w.op('MatMul', x, w.op('Transpose', w.const(weight, f'{w.name}.weight'), perm=[1, 0]))
     return y if bias is None else w.op('Add', y, w.const(bias, f'{w.name}.bias'))
 
 @handles(F.batch_norm)
-def _(w, x, running_mean, running_var, weight=None, bias=None, eps=1e-5):
-    ones = torch.ones_like(running_mean)
+def _(w, x, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5):
+    if training: raise ValueError('it takes statistics of the batch: a file has none, pass running statistics and training=False')
+    ones = torch.ones(w.sizes(running_mean))
     weight, bias = ones if weight is None else weight, ones*0 if bias is None else bias
     return w.op('BatchNormalization', x, *map(w.const, (weight, bias, running_mean, running_var)), epsilon=eps)
 
 @handles(F.prelu)
-def _(w, x, weight): return w.op('PRelu', x, w.const(weight.view(-1, *[1]*(len(w.sizes(x)) - 2)), f'{w.name}.weight'))
+def _(w, x, weight):
+    ones = [1]*(len(w.sizes(x)) - 2)
+    return w.op('PRelu', x, reshaped(w, weight, -1, *ones) if isinstance(weight, str) else w.const(weight.view(-1, *ones), f'{w.name}.weight'))
 
 # %% ../nbs/09_operators.ipynb #de35cf30
 def pooling(w, kind, x, kernel_size, stride=None, padding=0, ceil_mode=False, **attributes):
