@@ -58,7 +58,6 @@ def torchao_quantizer(x, bits:int)->tuple: # function, its parameter
     initialize_fake_quantizers(q, (x.reshape(1, -1),))
     return lambda x: q(x.reshape(1, -1)).view(x.shape), q.scale
 
-# %% ../nbs/22_bench.ipynb #b7a1000e
 PEERS = {'Brevitas': brevitas_quantizer, 'torchao': torchao_quantizer}
 
 def find_peers(x:torch.Tensor, bits:int=4)->tuple: # {name: (function of x, its parameter, path)}, sentences

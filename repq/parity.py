@@ -21,7 +21,8 @@ from torch import nn, Tensor
 import torch.nn.functional as F
 from .files import write_whole
 from .qat import FrozenQuantizer, merge, quantizable_layers
-from .deploy import IR_VERSION, OPSET, check_evaluating, code_range, integer_parameters, onnx_session, optional, run_onnx
+from .operators import IR_VERSION, OPSET, optional
+from .deploy import check_evaluating, code_range, integer_parameters, onnx_session, run_onnx
 
 # %% ../nbs/13_parity.ipynb #f58f71b9
 GIVEN = '@given' # marks what a cut model is fed

@@ -232,6 +232,27 @@ def test_operators(tmp_path, name):
         assert_same(run_onnx(session, x), net(x).detach(), 1e-5, f'{name} at {size}')
 
 
+class OwnWeights(nn.Module):
+    "Reads its parameters and buffers in `forward`, and computes some"
+    def __init__(self):
+        super().__init__()
+        self.kernel, self.bias, self.matrix = (nn.Parameter(torch.randn(s)) for s in ((6, 6, 3, 3), (6,), (5, 6)))
+        self.register_buffer('mean', torch.randn(6)); self.register_buffer('var', torch.rand(6) + .5)
+    def forward(self, x):
+        y = F.prelu(F.conv2d(x, self.kernel, self.bias, padding=1), self.bias*.1)
+        y = F.batch_norm(F.conv2d(y, self.kernel.mean((2, 3), keepdim=True)), self.mean, self.var, self.bias, self.mean)
+        return F.linear(F.linear(y.permute(0, 2, 3, 1), self.matrix, self.matrix.mean(1)).mean((1, 2)), self.matrix.permute(1, 0), bias=self.bias)
+
+
+def test_weights_read_in_forward(tmp_path):
+    net = OwnWeights().eval()
+    path = export_onnx(net, tmp_path/'net.onnx', torch.randn(2, 6, 16, 20))
+    x = torch.randn(5, 6, 22, 34)
+    assert_same(run_onnx(onnx_session(path), x), net(x).detach(), 1e-5)
+    stored = [t for t in onnx.load(path).graph.initializer if list(t.dims) == [6, 6, 3, 3]]
+    assert len(stored) == 1                                                          # once, although it is read twice
+
+
 def changed_input(x): y = x*2; z = F.relu(y, inplace=True)*3; return z + y
 def changed_by_statement(x): y = x*2; before = y + 1; y.add_(x); return y*before
 def changed_twice(x): y = x*2; y.add_(x); torch.relu_(y); y *= 3; return y
