@@ -20,12 +20,12 @@ from torch import nn, Tensor
 import torch.nn.functional as F
 from .small import out_size
 from .kernel import Kernel, convolve, show_size
-from .norm import (STATISTICS, Batch, Moments, Signal, Statistics, check_count, count_values, estimate_statistics, measure_statistics, sampling,
+from .norm import (STATISTICS, Batch, Moments, Signal, Statistics, check_count, count_values, estimate_statistics, measure_statistics, products_in, sampling,
                        window_means)
 from .branch import Branch, Conv, Fixed, Identity, Norm, Picture, Sum, as_pair, box, chain, check_branch, draw, line, refuse, track
 from . import quantizer
 from .quantizer import LSQ, MeasureLSQ, QuantizeLSQ, is_real, make_quantizer, step_factor, use_native
-from .native import Frame, Part, library, merge_quantize, sight
+from .native import Frame, Part, can_halve, library, merge_quantize, sight
 
 # %% ../nbs/05_layer.ipynb #a29caaea
 MODES = ('branches', 'merged', 'quantized')
@@ -244,7 +244,8 @@ def seen_inside(
     x, padding = signal.batch.values, tuple(p//2 for p in signal.pad)
     if choice not in ('batch', 'sampled') or conv.groups > 1 or conv.in_channels % 64 or min(padding) < 0: return None
     space, last = out_size(x, conv.size, signal.stride, padding), dict(memory_format=torch.channels_last)
-    whole = choice == 'batch' or (sampling['dtype'] is None and min(space) < sampling['least'])
+    whole = choice == 'batch' or min(space) < sampling['least']
+    if products_in() and not can_halve(x.dtype, len(x)): return None
     if not whole or len(x)*space[0]*space[1] > inside_up_to or not (x.is_contiguous(**last) and conv.weight.is_contiguous(**last)): return None
     return sight(tuple(x.shape[2:]), conv.size, signal.stride, padding)
 
@@ -285,7 +286,7 @@ def native_weights(layer:RepConv2d, signal:Signal, norms:list)->tuple:
     estimated = any(p.windows is not None for p in parts)
     var = signal.batch.moments.var if estimated else q.step.new_zeros(layer.in_channels)
     last = not signal.batch.values.is_contiguous()
-    frame = Frame(layer.kernel_size, layer.groups, q.qmin, q.qmax, weight_factor(layer), last)
+    frame = Frame(layer.kernel_size, layer.groups, q.qmin, q.qmax, weight_factor(layer), last, products_in() is not None)
     weight, bias, stats = merge_quantize(parts, var, q.scale().flatten(), frame, signal.batch.values)
     for n, s, ratio in zip(norms, stats, ratios):
         if n.bn.training: signal.memo[n] = Statistics(*s, count, ratio)
@@ -307,7 +308,7 @@ def compiled_weights(layer:RepConv2d, signal:Signal)->tuple:
     q, norms = layer.weight_quantizer, layer.norms()
     asked = choices(layer, norms)
     frame = {name: getattr(signal, name) for name in ('pad', 'ring', 'stride', 'statistics', 'space', 'measure')}
-    key = repr(layer.branch), tuple(n.statistics for n in norms), *frame.items(), q.qmin, q.qmax, q.step.dtype, q.step.device.type
+    key = repr(layer.branch), tuple(n.statistics for n in norms), *frame.items(), products_in(), q.qmin, q.qmax, q.step.dtype, q.step.device.type
     if key not in _blocks: _blocks[key] = torch.compile(FunctionType(traced_weights.__code__.replace(), globals()), fullgraph=True)
     moments = signal.batch.moments if {'estimate', 'calibrated'} & asked else (None, None)
     values = signal.batch.values if {'batch', 'sampled'} & asked or signal.measure else None

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['STATISTICS', 'sampling', 'Moments', 'moments', 'Measure', 'mean_over_batch', 'Batch', 'Signal', 'frame_pad',
            'convolve_signal', 'advance', 'uncounted', 'counted', 'counting', 'count_values', 'Statistics',
-           'check_count', 'batch_statistics', 'update_running', 'per_group', 'estimate_moments', 'estimate_statistics',
-           'pass_kernel', 'tap_rows', 'window_means', 'exact_mean', 'interval', 'Calibration', 'sampled_statistics',
-           'measure_statistics']
+           'check_count', 'output_moments', 'batch_statistics', 'products_in', 'statistics_in', 'update_running',
+           'per_group', 'estimate_moments', 'estimate_statistics', 'pass_kernel', 'tap_rows', 'window_means',
+           'exact_mean', 'interval', 'Calibration', 'sampled_statistics', 'measure_statistics']
 
 # %% ../nbs/02_norm.ipynb #6e9c5b97
 from dataclasses import dataclass, replace
@@ -25,16 +25,17 @@ class Moments(NamedTuple):
     var:Tensor  # (channels,)
 
 def moments(
-    x:Tensor # (batch, channels, height, width)
+    x:Tensor,  # (batch, channels, height, width)
+    dtype=None # to take them in; None: the type of `x`
 )->Moments:
     "Measure mean and biased variance"
-    return Moments(*Measure.apply(x))
+    return Moments(*Measure.apply(x, dtype or x.dtype))
 
 class Measure(torch.autograd.Function):
     "Mean and biased variance of every channel; their gradient is one pass over the values"
     @staticmethod
-    def forward(ctx, x):
-        mean = x.mean((0, 2, 3))
+    def forward(ctx, x, dtype):
+        mean = x.mean((0, 2, 3), dtype=dtype)
         centred = x - mean[:, None, None]
         var = centred.square_().mean((0, 2, 3))
         ctx.save_for_backward(x, mean)
@@ -46,7 +47,7 @@ class Measure(torch.autograd.Function):
         x, mean = ctx.saved_tensors
         n = x.numel()/x.shape[1]
         slope = 2*by_var/n
-        return torch.addcmul((by_mean/n - slope*mean)[:, None, None], slope[:, None, None], x)
+        return torch.addcmul((by_mean/n - slope*mean)[:, None, None], slope[:, None, None], x.to(mean.dtype)).to(x.dtype), None
 
 # %% ../nbs/02_norm.ipynb #1301e5d4
 def mean_over_batch(
@@ -67,12 +68,13 @@ class Batch:
     ):
         self.make, self.known = dict(values=values, moments=measure, mean_map=mean_map), {}
 
-    def ask(self, what:str, default=None):
+    def ask(self, what, default=None):
         graph = (what, True) in self.known or torch.is_grad_enabled() # an answer without gradients must not serve somebody who needs them
-        if (what, graph) not in self.known: self.known[what, graph] = self.make[what]() if self.make[what] else default()
+        if (what, graph) not in self.known: self.known[what, graph] = (self.make.get(what) or default)()
         return self.known[what, graph]
     @property
     def values(self)->Tensor: return self.ask('values')
+    def values_in(self, dtype)->Tensor: return self.values if dtype in (None, self.values.dtype) else self.ask(dtype, lambda: self.values.to(dtype))
     @property
     def moments(self)->Moments: return self.ask('moments', lambda: moments(self.values))
     @property
@@ -176,13 +178,38 @@ def check_count(count:int, signal:Signal)->int:
                                    f'{signal.space}: use a larger batch or input, or freeze the norm with .eval()')
     return count
 
+def output_moments(
+    signal:Signal,
+    kernel:Kernel,
+    dtype=None # to multiply in, such as torch.bfloat16; None: the type of the values
+)->Moments:
+    "Mean and variance of what a kernel gives on a signal"
+    x, bias = signal.batch.values_in(dtype), kernel.bias
+    if dtype in (None, bias.dtype): return moments(convolve_signal(signal, kernel))
+    mean, var = moments(convolve_signal(signal, Kernel(kernel.weight.to(dtype), groups=kernel.groups), x), bias.dtype)
+    return Moments(mean + bias, var)
+
 def batch_statistics(
     signal:Signal,
-    kernel:Kernel # in front of the norm
+    kernel:Kernel, # in front of the norm
+    dtype=None     # of `output_moments`
 )->Statistics:
     "Exact statistics of the output of a convolution (RepQ-BN)"
     count = check_count(count_values(signal, kernel.size), signal)
-    return Statistics(*moments(convolve_signal(counting(signal, kernel.size), kernel)), count)
+    return Statistics(*output_moments(counting(signal, kernel.size), kernel, dtype), count)
+
+# %% ../nbs/02_norm.ipynb #5e1d0b01
+_products = dict(dtype=None)
+
+def products_in(): return _products['dtype'] # torch.bfloat16, or None
+
+class statistics_in:
+    "Choose the type in which exact and sampled statistics multiply: torch.bfloat16, or None for that of the values; a statement, or a context with `with`"
+    def __init__(self, dtype):
+        if dtype not in (None, torch.bfloat16): raise ValueError(f'dtype must be torch.bfloat16 or None, got {dtype!r}')
+        self.before, _products['dtype'] = _products['dtype'], dtype
+    def __enter__(self): return self
+    def __exit__(self, *exc): _products['dtype'] = self.before
 
 # %% ../nbs/02_norm.ipynb #0833140c
 @torch.no_grad()
@@ -267,7 +294,7 @@ class Calibration(nn.Module):
     @torch.no_grad()
     def measure(self, signal, kernel, estimated:Tensor)->Tensor:
         "The ratio for one batch, kept within reason"
-        true = batch_statistics(signal, Kernel(kernel.weight.detach(), kernel.bias.detach(), kernel.groups)).var
+        true = batch_statistics(signal, Kernel(kernel.weight.detach(), kernel.bias.detach(), kernel.groups), products_in()).var
         return (true/estimated.clamp_min(torch.finfo(estimated.dtype).tiny)).clamp(1e-3, 1e3)
 
     @property
@@ -292,23 +319,19 @@ def sampled_statistics(
     signal:Signal,
     kernel:Kernel,
     every:int=2, # rows and columns
-    dtype=None,  # of the convolution, such as torch.bfloat16; statistics are taken in the input's type
-    least:int=8  # a smaller map is used whole
+    least:int=8, # a smaller map is used whole
+    dtype=None   # of `output_moments`
 )->Statistics:
     "Exact statistics of a part of the output's positions"
     count = check_count(count_values(signal, kernel.size), signal)
     s = counting(signal, kernel.size)
     out = [(length + ring - k)//stride + 1 for length, ring, k, stride in zip(s.space[1:], s.ring, kernel.size, s.stride)]
     if min(out) >= least: s = replace(s, stride=tuple(every*stride for stride in s.stride))
-    x, w = s.batch.values, kernel.weight
-    if dtype is None: return Statistics(*moments(convolve_signal(s, kernel)), count)
-    y = convolve_signal(s, Kernel(w.to(dtype), groups=kernel.groups), x.to(dtype)).to(x.dtype)
-    m = moments(y)
-    return Statistics(m.mean + kernel.bias, m.var, count)
+    return Statistics(*output_moments(s, kernel, dtype), count)
 
 # %% ../nbs/02_norm.ipynb #4149170f
 STATISTICS = ('batch', 'estimate', 'calibrated', 'sampled')
-sampling = dict(every=2, dtype=None, least=8) # how `sampled` takes its sample; dtype=torch.bfloat16 where the hardware is fast at it
+sampling = dict(every=2, least=8) # how `sampled` takes its sample
 
 def measure_statistics(
     choice:str,             # one of STATISTICS
@@ -317,8 +340,8 @@ def measure_statistics(
     calibration:Calibration # of the norm that asks
 )->Statistics:
     "Statistics of a convolution's output, in the way that was chosen"
-    if choice == 'batch': return batch_statistics(signal, kernel)
+    if choice == 'batch': return batch_statistics(signal, kernel, products_in())
     if choice == 'estimate': return estimate_statistics(signal, kernel)
     if choice == 'calibrated': return calibration(signal, kernel)
-    if choice == 'sampled': return sampled_statistics(signal, kernel, **sampling)
+    if choice == 'sampled': return sampled_statistics(signal, kernel, **sampling, dtype=products_in())
     raise ValueError(f'statistics must be one of {", ".join(map(repr, STATISTICS))}, got {choice!r}')
