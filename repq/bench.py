@@ -6,7 +6,7 @@
 __all__ = ['PEERS', 'QUANTIZER_TARGETS', 'METHODS', 'LAYOUTS', 'LATE', 'LARGE', 'NAMES', 'STEP_TARGETS', 'MORE_CALIBRATED',
            'MEMORY_TARGETS', 'AXES', 'GROWTH_METHODS', 'CURVES', 'QUANTITIES', 'KERNELS', 'DEPLOY_TARGETS', 'naive_lsq',
            'brevitas_quantizer', 'torchao_quantizer', 'find_peers', 'quantizer_candidates', 'bench_quantizer',
-           'methods_for', 'as_trained', 'compared_networks', 'step_networks', 'training_step', 'at_step',
+           'methods_for', 'as_trained', 'compared_networks', 'step_networks', 'training_step', 'at_step', 'in_bfloat16',
            'candidate_steps', 'long_run', 'compose_rows', 'backward_flops', 'multiplications', 'count_steps',
            'measure_steps', 'Setting', 'step_targets', 'paper_ratios', 'bench_step', 'step_memory', 'bench_memory',
            'branch_chain', 'growth_point', 'bench_growth', 'growth_figure', 'kernel_share', 'deployed_files',
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from . import layer, quantizer
-from .norm import Calibration, interval
+from .norm import Calibration, interval, statistics_in
 from .branch import Conv, Norm, Sum
 from .quantizer import LSQ, gradient_factor, int_range, use_compiled
 from .layer import RepConv2d, one_of
@@ -113,13 +113,14 @@ def bench_quantizer(
     return judge(table, QUANTIZER_TARGETS if tuple(shape) == (16, 64, 56, 56) else {}, nearest, more=True)
 
 # %% ../nbs/22_bench.ipynb #8690411a
-METHODS = {'RepQ': '', 'RepQ-BN': 'batch', 'RepQ-BNEst': 'estimate', 'RepQ-BNEst, all': 'estimate', 'RepQ-calibrated': 'calibrated', 'RepQ-sampled': 'sampled'}
+METHODS = {'RepQ': '', 'RepQ-BN': 'batch', 'RepQ-BN, bfloat16': 'batch', 'RepQ-BNEst': 'estimate', 'RepQ-BNEst, bfloat16': 'estimate', 'RepQ-BNEst, all': 'estimate',
+           'RepQ-calibrated': 'calibrated', 'RepQ-sampled': 'sampled', 'RepQ-sampled, bfloat16': 'sampled'}
 
 def methods_for(net)->list: # keys of METHODS
     "The methods that make a difference for a network"
     if not any(l.branch.has_norm for l in net.modules() if isinstance(l, RepConv2d)): return ['RepQ']
     exact = hasattr(net, 'exact_norms') and net.exact_norms()
-    return [m for m in METHODS if m != 'RepQ' and (exact or m != 'RepQ-BNEst, all')]
+    return [m for m in METHODS if m != 'RepQ' and (exact or not m.startswith('RepQ-BNEst,'))]
 
 def as_trained(net):
     "Put a network in the mode it is trained in before quantization: branch by branch, blocks without norms inside merged online"
@@ -181,6 +182,12 @@ def at_step(net, step:int, run): # function without arguments
         return run()
     return call
 
+def in_bfloat16(run): # function without arguments
+    "Run with the products of exact and sampled statistics in bfloat16"
+    def call():
+        with statistics_in(torch.bfloat16): return run()
+    return call
+
 def candidate_steps(
     nets:dict,                   # of `compared_networks`
     x, y,                        # a batch; networks go to its device
@@ -194,7 +201,7 @@ def candidate_steps(
         if name.endswith('Plain'): found[name] = {f'{name}, {l}': make(copy.deepcopy(net), l) for l in LAYOUTS}; continue
         run = make(net, layout)
         if name.endswith('calibrated'): found[name] = {f'{name}, {kind} step': at_step(net, step, run) for kind, step in (('ordinary', LATE + 1), ('measuring', LATE))}
-        else: found[name] = {name: run}
+        else: found[name] = {name: in_bfloat16(run) if name.endswith('bfloat16') else run}
     return found
 
 # %% ../nbs/22_bench.ipynb #b7a10016
@@ -267,7 +274,7 @@ def measure_steps(nets:dict, x, y, rounds:int=9, layout:str='channels-last', on_
         table.loc[rows, ['relative', 'low', 'high']] = relative(table, f'{stage} Plain').loc[rows].values
         plain, slow = counts[f'{stage} Plain'], peak/table.attrs['rounds'][f'{stage} Plain']
         table.loc[rows, 'operations'] = [counts[n]/plain for n in rows]
-        table.loc[rows, 'at peak'] = [(1 + (counts[n] - plain)*slow).median() for n in rows]
+        table.loc[rows, 'at peak'] = [float('nan') if n.endswith('bfloat16') else (1 + (counts[n] - plain)*slow).median() for n in rows]
     table.attrs.update(notes=said, layout=layout)
     return table
 
@@ -287,8 +294,9 @@ class Setting(NamedTuple):
     def stem(self): return '-'.join(map(str, self[:4])) + (f'-w{self.width:g}' if self.width != 1 else '')
 
 STEP_TARGETS = { # relative to plain QAT: (must, aim)
-    Setting(): {'QAT RepQ-BN': (2.6, 2.4), 'QAT RepQ-BNEst': (1.1, 1.), 'QAT RepQ-BNEst, all': (1.1, 1.), 'QAT RepQ-sampled': (1.75, 1.5)},
-    Setting(size=64): {'QAT RepQ-BNEst': (1.25, 1.1), 'QAT RepQ-BNEst, all': (1.25, 1.1)},
+    Setting(): {'QAT RepQ-BN': (2.6, 2.4), 'QAT RepQ-BNEst': (1.1, 1.), 'QAT RepQ-BNEst, bfloat16': (1.1, 1.), 'QAT RepQ-BNEst, all': (1.1, 1.),
+                'QAT RepQ-sampled': (1.75, 1.5), 'QAT RepQ-sampled, bfloat16': (1.75, 1.5)},
+    Setting(size=64): {'QAT RepQ-BNEst': (1.25, 1.1), 'QAT RepQ-BNEst, bfloat16': (1.25, 1.1), 'QAT RepQ-BNEst, all': (1.25, 1.1)},
     Setting('repvgg_a0', 'repvgg', 96): {'QAT RepQ-BNEst': (1.25, 1.05)},
     Setting(block='orepa', batch=48): {'QAT RepQ': (1.35, 1.15)}}
 MORE_CALIBRATED = .05 # what calibration may add to RepQ-BNEst
@@ -365,7 +373,8 @@ def bench_memory(
         with overheard() as said:
             for i, name in enumerate(names := list(nets)):
                 if on_round: on_round(i, len(names))
-                rows[name] = step_memory(nets.pop(name).to(x.device, memory_format=memory), x, y)
+                def measure(): return step_memory(nets.pop(name).to(x.device, memory_format=memory), x, y)
+                rows[name] = (in_bfloat16(measure) if name.endswith('bfloat16') else measure)()
     finally: gc.unfreeze()
     table = pd.DataFrame(rows).T
     table['relative'], table['peak, relative'] = (table[c]/table[c]['QAT Plain'] for c in ('saved MB', 'peak MB'))

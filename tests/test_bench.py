@@ -4,7 +4,7 @@ from pathlib import Path
 import pandas as pd
 import pytest, torch
 from torch import nn
-from repq import bench, measuring, quantizer
+from repq import bench, measuring, norm, quantizer
 from repq.bench import LAYOUTS, LATE, Setting, at_step, bench_quantizer, bench_step, branch_chain, candidate_steps, compared_networks, compose_rows, find_peers, step_networks, step_targets
 from repq.cli import ABOUT, main
 from repq.branch import Conv, Norm, Seq
@@ -100,6 +100,19 @@ def test_estimate_everywhere_and_as_in_the_paper():
     assert 'RepQ-BNEst, all' not in bench.methods_for(branch_chain(2, 8)) and bench.methods_for(bench.build_model('resnet18', block='orepa', width=.125)) == ['RepQ']
 
 
+def test_products_in_bfloat16_are_those_of_the_rows_that_say_so(monkeypatch):
+    "Every statistic of such a row is taken in it, none of another row, and nothing stays behind"
+    nets = compared_networks(lambda plain: branch_chain(0 if plain else 2, 8), methods=['RepQ-BN', 'RepQ-BN, bfloat16', 'RepQ-sampled, bfloat16'])
+    steps, seen, count = candidate_steps(nets, torch.randn(2, 8, 8, 8), torch.randint(10, (2,))), [], norm.output_moments
+    monkeypatch.setattr(norm, 'output_moments', lambda signal, kernel, dtype=None: seen.append(dtype) or count(signal, kernel, dtype))
+    for name, dtype in {'QAT RepQ-BN, bfloat16': torch.bfloat16, 'QAT RepQ-sampled, bfloat16': torch.bfloat16, 'QAT RepQ-BN': None}.items():
+        seen.clear()
+        steps[name][name]()
+        assert seen == [dtype]*6 and norm.products_in() is None, 'two norms in each of three blocks'
+    memory = bench.bench_memory('acnet', methods=('RepQ-BN', 'RepQ-BN, bfloat16'), **TINY)
+    assert memory['saved MB']['QAT RepQ-BN, bfloat16'] != memory['saved MB']['QAT RepQ-BN']
+
+
 def test_full_precision_is_trained_as_its_authors_do():
     "Branches where a norm needs them, one merged kernel where none does; `repq reproduce` trains the same way"
     from repq.training import full_precision_network
@@ -164,7 +177,7 @@ def test_targets():
         u = table_of(**{'QAT Plain': [1.]*3, 'QAT RepQ-BNEst, all': [1., 1.2, 1.4], 'QAT RepQ-calibrated': [1. + more, 1.5, 1.4 + more]})
         u['relative'] = relative(u, 'QAT Plain')['median']
         assert judge(u, step_targets(Setting(), u), u.relative).met['QAT RepQ-calibrated'] == met
-    assert step_targets(Setting(size=64), t) == {'QAT RepQ-BNEst': (1.25, 1.1), 'QAT RepQ-BNEst, all': (1.25, 1.1)} and step_targets(Setting(size=65), t) == {}
+    assert step_targets(Setting(size=64), t) == dict.fromkeys(['QAT RepQ-BNEst', 'QAT RepQ-BNEst, bfloat16', 'QAT RepQ-BNEst, all'], (1.25, 1.1)) and step_targets(Setting(size=65), t) == {}
     assert step_targets(Setting(block='orepa', batch=48), t) == {'QAT RepQ': (1.35, 1.15)} and step_targets(Setting('repvgg_a0', 'repvgg', 96), t) == {'QAT RepQ-BNEst': (1.25, 1.05)}
 
 

@@ -3,12 +3,12 @@ import copy, os, platform, subprocess, sys
 import pytest, torch
 import torch.nn.functional as F
 import repq
-from repq import blocks, kernel, layer as layers, native, quantizer
+from repq import blocks, kernel, layer as layers, native, norm, quantizer
 from repq.branch import Conv, Norm, Seq, Sum
 from repq.layer import RepConv2d, native_norms
 from repq.norm import STATISTICS
 from repq.quantizer import use_compiled
-from repq.testing import assert_same, randomize_bn
+from repq.testing import assert_same, randomize_bn, rel_error
 
 NATIVE = ('repvgg', 'acnet', 'mobileone')
 
@@ -76,6 +76,31 @@ def test_native_on_small_maps(name, statistics, monkeypatch):
         monkeypatch.undo()
         layer.branch.parts[0].bn.eval()          # one part frozen
         assert_same_step(step(layer, x, 'native'), step(layer, x, False))
+
+
+@pytest.mark.parametrize('statistics', ['batch', 'sampled'])
+@pytest.mark.parametrize('size', [(2, 2), (4, 3), (12, 10)])
+def test_statistics_in_bfloat16(size, statistics, monkeypatch):
+    "Small maps in the C loop where the processor can, the others by a convolution: means and variances to a few thousandths, by every way"
+    torch.manual_seed(0)
+    layer = block('acnet', 64, 32, statistics=statistics).float().to(memory_format=torch.channels_last)
+    x = torch.randn(16, 64, *size).relu().to(memory_format=torch.channels_last)
+    exact, inside, forward = step(layer, x, False)[2], [], native.MergeLSQ.forward
+    monkeypatch.setattr(native.MergeLSQ, 'forward', lambda ctx, frame, fixed, *rest: inside.extend(frame.half and sees is not None for _, sees in fixed) or forward(ctx, frame, fixed, *rest))
+    for mode in (False, 'native'):
+        with norm.statistics_in(torch.bfloat16): y, grads, half = step(layer, x, mode)
+        for n, b in exact.items():
+            if 'running' in n: assert 0 < rel_error(half[n], b) < 5e-3, n
+        assert y.isfinite().all() and all(g.isfinite().all() for g in grads.values())
+    assert norm.products_in() is None and sum(inside) == 3*(native.can_halve(torch.float32, 16) and size != (12, 10))
+
+
+def test_an_odd_batch_in_bfloat16():
+    "No pairs of pictures: the statistics are taken outside of the loop"
+    layer = block('acnet', 64, 32, statistics='batch').float().to(memory_format=torch.channels_last)
+    x = torch.randn(3, 64, 4, 4).to(memory_format=torch.channels_last)
+    with norm.statistics_in(torch.bfloat16): half = step(layer, x, 'native')[2]
+    assert all(rel_error(half[n], b) < 5e-3 for n, b in step(layer, x, False)[2].items() if 'running' in n)
 
 
 def test_small_maps_twice_back():
