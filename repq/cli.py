@@ -252,7 +252,7 @@ def list_runs(runs, store):
 
 def run_reproduce(args)->int:
     "Make the runs behind the tables, print the tables, write the report"
-    from repq.runs import reproduce
+    from repq.driver import reproduce
     from repq.tables import all_tables, write_report, write_tables
     runs, store = batch_of(args)
     if args.dry_run: return list_runs(runs, store) or 0

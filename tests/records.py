@@ -1,6 +1,7 @@
 "Records as the experiments write them, with made-up numbers, for tests of tables and report"
 import hashlib, json, random
 from repq import runs
+from repq.files import write_json
 from repq.tables import listing
 
 ACCURACY = {'plain': .90, 'merged': .91, 'repq': .93, 'ptq': .89, 'fp': .92}
@@ -55,7 +56,7 @@ def write_failure(root, run, why):
     folder = runs.Store(root, run.profile).work(run)
     folder.mkdir(parents=True, exist_ok=True)
     (folder/'notebook.ipynb').write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
-    runs.write_json(folder/'failed.json', dict(why=why, when='2026-01-01T00:00:00Z'))
+    write_json(folder/'failed.json', dict(why=why, when='2026-01-01T00:00:00Z'))
 
 
 def all_runs(profile, seeds=1): return listing(profile, seeds)[1]

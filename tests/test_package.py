@@ -64,6 +64,13 @@ def test_ground_floor_needs_torch_alone(module):
     assert extra == {'repq'}
 
 
+@pytest.mark.parametrize('module', ['files', 'runs', 'driver'])
+def test_runs_and_their_driver_need_no_torch(module):
+    "Asking how far a batch is takes no five seconds, and the driver's kernels alone pay for torch"
+    extra = loaded_by(f'import repq.{module}') - loaded_by('pass') - set(sys.stdlib_module_names)
+    assert extra == {'repq'}
+
+
 def test_top_level_names():
     import repq
     for name in repq.__all__: assert getattr(repq, name) is not None

@@ -3,7 +3,8 @@ import json, os, shutil, signal, subprocess, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import pytest
-from repq import runs as R
+from repq import driver as D, runs as R
+from repq.files import sha256, write_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +33,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler) # a job in the background ignores it
 sys.path.insert(0, sys.argv[1])
 from tests import test_runs
-from repq.runs import run_batch
+from repq.driver import run_batch
 if __name__ == '__main__':
     batch = run_batch(getattr(test_runs, sys.argv[4])(), sys.argv[2], workers=2, live=False, scheduler=sys.argv[3] or None)
     sys.exit(any(o.state != 'done' for o in batch.outcomes.values()))
@@ -97,12 +98,12 @@ def test_finished_runs_are_complete(undisturbed):
 def test_same_seed_twice(undisturbed, tmp_path):
     "In other kernels, started the ordinary way"
     parent = family()[0]
-    o = R.execute(parent, tmp_path, fork=False)
+    o = D.execute(parent, tmp_path, fork=False)
     assert o.state == 'done', o.why
     record = R.read_record(tmp_path/'smoke'/parent.id)
     assert (record['metrics'], record['history'], record['weights']['sha256']) == undisturbed[1][parent.id]
     other = replace(parent, seed=1)
-    assert R.execute(other, tmp_path).state == 'done' and R.read_record(tmp_path/'smoke'/other.id)['metrics'] != record['metrics']
+    assert D.execute(other, tmp_path).state == 'done' and R.read_record(tmp_path/'smoke'/other.id)['metrics'] != record['metrics']
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason='Python 3.10 always looks in the folder it is started in')
@@ -114,7 +115,7 @@ def test_kernels_have_the_code_of_the_driver(undisturbed, tmp_path):
     out = driver.communicate(timeout=300)[0]
     assert driver.returncode == 0 and not (tmp_path/'clone'/'repq'/'imported').exists(), out
     assert results(tmp_path/'results') == undisturbed[1]
-    (tmp_path/'one.py').write_text('from tests.test_runs import R, family; print(R.execute(family()[0], "ordinary", fork=False))')
+    (tmp_path/'one.py').write_text('from tests.test_runs import D, family; print(D.execute(family()[0], "ordinary", fork=False))')
     out = subprocess.run([sys.executable, str(tmp_path/'one.py')], env={**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}, cwd=tmp_path/'clone', capture_output=True, text=True)
     assert "state='done'" in out.stdout and not (tmp_path/'clone'/'repq'/'imported').exists(), out
 
@@ -246,7 +247,7 @@ def test_a_claim_is_of_one(tmp_path):
     def work():
         mine = 0
         while mine < 40:
-            with R.claimed(run, store) as other:
+            with D.claimed(run, store) as other:
                 if other: continue
                 inside.append(1); most.append(len(inside)); time.sleep(1e-4); inside.pop()
                 mine += 1
@@ -259,10 +260,10 @@ def test_a_claim_is_of_one(tmp_path):
 def test_a_finished_run_is_not_written_into(undisturbed, tmp_path):
     "A driver that saw nothing when it began finds the result when it gets there"
     root, parent = tmp_path/'results', family()[0]
-    batch = R.Batch(family()[:1], root)
+    batch = D.Batch(family()[:1], root)
     shutil.copytree(undisturbed[0], root)
     files = {p: p.stat().st_mtime_ns for p in (root/'smoke'/parent.id).iterdir()}
-    with R.open_executor(1) as pool:
+    with D.open_executor(1) as pool:
         while batch.unfinished: new = batch.step(pool, 1)
     assert [(o.state, o.why, o.seconds) for o in new] == [('done', 'was there already', 0.)] and not batch.times
     assert files == {p: p.stat().st_mtime_ns for p in (root/'smoke'/parent.id).iterdir()}
@@ -276,7 +277,7 @@ def test_kill_9_and_again_in_c(tmp_path):
     parent, child = classifiers()
     whole, cut = tmp_path/'whole', tmp_path/'cut'
     assert parent.settings['compiled'] == child.settings['compiled'] == 'native'
-    assert [R.execute(r, whole).state for r in (parent, child)] == ['done', 'done']
+    assert [D.execute(r, whole).state for r in (parent, child)] == ['done', 'done']
     store = R.Store(cut, 'smoke')
     shutil.copytree(R.Store(whole, 'smoke').done(parent), store.done(parent))
     driver = start(cut, runs=classifiers)
@@ -308,7 +309,7 @@ def test_damage_is_named_and_set_aside(undisturbed, tmp_path, capsys):
     record = store.done(child)/'record.json'
     record.write_text(record.read_text()[:-40])
     (store.done(other)/'weights.safetensors').write_bytes(b'nonsense')
-    batch = R.run_batch(family(), root, workers=2, live=False)
+    batch = D.run_batch(family(), root, workers=2, live=False)
     out = capsys.readouterr().out
     assert 'record.json is damaged' in out and 'its hash differs' in out and out.count('not trusted') == 2
     assert all(o.state == 'done' for o in batch.outcomes.values()) and results(root) == undisturbed[1]
@@ -320,7 +321,7 @@ def test_failures_stay_alone(undisturbed, tmp_path):
     root = tmp_path/'results'
     shutil.copytree(undisturbed[0], root)
     good, bad = family(), family(data='nonsense')
-    batch = R.run_batch(bad + good, root, workers=2, live=False)
+    batch = D.run_batch(bad + good, root, workers=2, live=False)
     states = {r.id: batch.outcomes[r.id].state for r in bad + good}
     assert [states[r.id] for r in bad + good] == ['failed', 'skipped', 'skipped', 'done', 'done', 'done']
     store = R.Store(root, 'smoke')
@@ -345,7 +346,7 @@ def test_exit_status_of_the_command(tmp_path, monkeypatch, capsys):
 
 def test_diverging_training_is_a_failure(tmp_path):
     run = replace(family()[0], settings=family()[0].settings | dict(lr=1e9, schedule='constant', optimizer='sgd'))
-    o = R.execute(run, tmp_path)
+    o = D.execute(run, tmp_path)
     assert o.state == 'failed' and 'the loss is' in o.why and 'learning rate' in o.why
 
 
@@ -353,14 +354,14 @@ def test_weights_that_do_not_fit(undisturbed, tmp_path):
     "A parent of another shape under the parent's name: its record is whole, so the network must notice"
     root, (parent, child, _) = tmp_path/'results', family()
     wide = replace(parent, settings=parent.settings | dict(channels=16))
-    assert R.execute(wide, root).state == 'done'
+    assert D.execute(wide, root).state == 'done'
     store = R.Store(root, 'smoke')
     shutil.copytree(undisturbed[0]/'smoke'/parent.id, store.done(parent))
     shutil.copy(store.done(wide)/'weights.safetensors', store.done(parent))
     record = json.loads((store.done(parent)/'record.json').read_text())
-    record['weights']['sha256'] = R.sha256(store.done(parent)/'weights.safetensors')
-    R.write_json(store.done(parent)/'record.json', record)
-    o = R.execute(child, root)
+    record['weights']['sha256'] = sha256(store.done(parent)/'weights.safetensors')
+    write_json(store.done(parent)/'record.json', record)
+    o = D.execute(child, root)
     assert o.state == 'failed' and 'does not fit the network' in o.why and 'expected' in o.why
 
 
@@ -371,11 +372,11 @@ def test_full_disk(tmp_path):
     if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'tmpfs', str(small)], capture_output=True).returncode: pytest.skip('needs the right to mount a small file system')
     try:
         run = family()[0]
-        o = R.execute(run, small)
+        o = D.execute(run, small)
         assert o.state == 'failed' and 'No space left on device' in o.why, o
         assert not R.Store(small, 'smoke').done(run).exists()
         subprocess.run(['mount', '-o', 'remount,size=64m', str(small)], check=True)
-        assert R.execute(run, small).state == 'done'
+        assert D.execute(run, small).state == 'done'
     finally: subprocess.run(['umount', '-l', str(small)], check=True)
 
 
@@ -383,11 +384,11 @@ def test_parameters_are_checked(tmp_path):
     nb = json.loads((R.experiments()/'classify.ipynb').read_text())
     path = tmp_path/'nb.ipynb'
     names = {'model', 'bits', 'settings'}
-    path.write_text(json.dumps(nb)); R.check_parameters(path, names)
-    with pytest.raises(ValueError, match='no parameter bitz'): R.check_parameters(path, names | {'bitz'})
+    path.write_text(json.dumps(nb)); D.check_parameters(path, names)
+    with pytest.raises(ValueError, match='no parameter bitz'): D.check_parameters(path, names | {'bitz'})
     for c in nb['cells']: c['metadata'].pop('tags', None)
     path.write_text(json.dumps(nb))
-    with pytest.raises(ValueError, match='0 cells with the tag parameters'): R.check_parameters(path, names)
+    with pytest.raises(ValueError, match='0 cells with the tag parameters'): D.check_parameters(path, names)
 
 
 def test_what_the_notebook_did_is_compared(undisturbed, tmp_path):
@@ -395,8 +396,8 @@ def test_what_the_notebook_did_is_compared(undisturbed, tmp_path):
     store = R.Store(tmp_path, 'smoke')
     shutil.copytree(undisturbed[0]/'smoke'/parent.id, store.work(parent))
     record = json.loads((store.work(parent)/'record.json').read_text())
-    R.write_json(store.work(parent)/'record.json', record | dict(run=record['run'] | dict(seed=7)))
-    with pytest.raises(ValueError, match='did not run with the values it was given: seed'): R.complete(parent, store)
+    write_json(store.work(parent)/'record.json', record | dict(run=record['run'] | dict(seed=7)))
+    with pytest.raises(ValueError, match='did not run with the values it was given: seed'): D.complete(parent, store)
     assert not store.done(parent).exists()
 
 
@@ -471,7 +472,7 @@ def test_cluster_loses_a_worker(undisturbed, tmp_path, cluster):
 
 def test_paper_runs_ask_for_a_gpu(cluster):
     address, workers = cluster
-    with R.open_executor(1, address, 'smoke') as any_worker, R.open_executor(1, address, 'paper') as with_gpu:
+    with D.open_executor(1, address, 'smoke') as any_worker, D.open_executor(1, address, 'paper') as with_gpu:
         wait_for(lambda: len(any_worker._client.scheduler_info()['workers']) == 2, what='both workers')
         assert {with_gpu.submit(os.getpid).result(60) for _ in range(6)} == {workers[1].pid}
         assert any_worker.submit(os.getpid).result(60) in {w.pid for w in workers}
@@ -488,7 +489,7 @@ def parent_of(pid, ancestor):
 def test_no_scheduler_there(tmp_path):
     pytest.importorskip('distributed')
     with pytest.raises(OSError, match='no Dask scheduler answers'):
-        with R.open_executor(1, 'tcp://127.0.0.1:9'): pass
+        with D.open_executor(1, 'tcp://127.0.0.1:9'): pass
 
 
 # -- the paper's setting
@@ -546,7 +547,7 @@ def test_paper_runs_start(paper_run, paper_data, paper_results, monkeypatch):
     def light(r): return replace(r, parent=light(r.parent) if r.parent else None, settings=r.settings | small | (dict(batch=2, size=64) if r.task == 'time' else dict(patch=16) if r.model == 'ecbsr' else {}))
     run = light(paper_run)
     for r in ([run.parent] if run.parent else []) + [run]:
-        o = R.execute(r, paper_results, fork=True)
+        o = D.execute(r, paper_results, fork=True)
         assert o.state == 'done', o.why
     record = R.read_record(paper_results/'paper'/run.id, weights=run.task != 'time')
     assert record['run']['settings'].get('max_steps', 2) == 2

@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 import pytest
 from records import metrics_of, write_all, write_failure, write_run
 from repq import evidence, runs, tables
+from repq.files import write_json
 from repq.tables import FAILS, HOLDS, OPEN, Interval, Results, accuracy, psnr, table
 
 A0_8 = 'RepQ beats Plain and Merged: RepVGG-A0 at 8 bits'
@@ -167,7 +168,7 @@ def test_equal_scores_are_not_certain(seeds3, tmp_path):
 def test_seeds_of_the_last_batch_are_the_default(seeds3, tmp_path):
     root = Path(shutil.copytree(seeds3, tmp_path/'r'))
     assert Results('smoke', root).seeds == runs.SEEDS['smoke']
-    runs.write_json(root/'smoke'/'batch.json', dict(seeds=3))
+    write_json(root/'smoke'/'batch.json', dict(seeds=3))
     assert Results('smoke', root).seeds == 3 and len(row(table(2, 'smoke', root), 'RepVGG-A0', 'Plain')[2].links) == 3
 
 
