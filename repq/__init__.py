@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 _modules = ['testing', 'kernel', 'norm', 'branch', 'quantizer', 'layer', 'blocks', 'models', 'data', 'qat', 'operators', 'deploy', 'graphs', 'official', 'foreign', 'learner', 'parity', 'training', 'runs', 'driver', 'evidence', 'formats', 'tables', 'bench', 'cli']
 _names = dict(
     kernel=['Kernel'],
+    norm=['statistics_in'],
     branch=['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'],
     quantizer=['LSQ', 'NoiseQuantizer', 'Quantizer', 'make_quantizer', 'use_compiled'],
     layer=['RepConv2d'],

@@ -80,7 +80,6 @@ static N room_for(const Block* B) {
 # %% ../nbs/04_native.ipynb #157124d7
 MEASURE = '''
 static inline void fetch(const REAL* p, N n, N yes) { if (yes) for (N i = 0; i < n; i += 64/(N)sizeof(REAL)) __builtin_prefetch(p + i, 0, 2); }
-static inline void claim(const REAL* p, N n, N yes) { if (yes) for (N i = 0; i < n; i += 64/(N)sizeof(REAL)) __builtin_prefetch(p + i, 1, 3); }
 
 static inline REAL sum_of(V v) {
   REAL s = 0;
@@ -178,7 +177,6 @@ void forward(Block* B, REAL* q, REAL* bias) {
       for (N k = 0; k < K; k++) {
         merge_tap(B, o, k, f, rows, m);
         REAL* to = B->last ? q + (o*K + k)*I : m;
-        claim(to + K*I, I, B->last && o + 1 < B->out);
         #pragma omp simd
         for (N i = 0; i < I; i++) { REAL v = m[i]/s; v = v < low ? low : v; v = v > high ? high : v; to[i] = RINT(v)*s; }
         if (!B->last) for (N i = 0; i < I; i++) q[(o*I + i)*K + k] = m[i];
