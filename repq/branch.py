@@ -109,11 +109,11 @@ class Fixed(Branch):
     ):
         if not isinstance(kernel, Kernel): raise TypeError(f'Fixed takes a Kernel, such as Kernel(weight) or sobel_x(8), got {type(kernel).__name__}')
         super().__init__(kernel.in_channels, kernel.out_channels, kernel.size, kernel.groups)
-        self.name = name
+        self.name, self.has_bias = name, kernel.has_bias
         self.register_buffer('weight', kernel.weight, persistent)
         self.register_buffer('bias', kernel.bias, persistent)
 
-    def kernel(self, signal=None): return Kernel(self.weight, self.bias, self.groups)
+    def kernel(self, signal=None): return Kernel(self.weight, self.bias if self.has_bias else None, self.groups)
     def describe(self): return [self.name, str(self.in_channels)]
 
 class Identity(Fixed):

@@ -137,6 +137,17 @@ def test_compiled(name):
     assert not quantizer._policy['failed']
 
 
+@pytest.mark.parametrize('groups, stride', [(1, 1), (2, 2)])
+def test_compiled_channels_last(groups, stride):
+    "Sums of few products, which only weights that lie channels last are merged by"
+    layer = blocks.orepa(6, 4, stride=stride, groups=groups).double().to(memory_format=torch.channels_last).quantize()
+    for p in layer.branch.parameters(): p.data.copy_(torch.randn_like(p))
+    x = torch.randn(3, 6, 9, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
+    layer(x)
+    assert_same_step(step(layer, x, True), step(layer, x, False))
+    assert not quantizer._policy['failed']
+
+
 @pytest.mark.parametrize('statistics', ['batch', 'sampled', 'calibrated'])
 def test_compiled_statistics(statistics):
     layer = block('dbb', statistics=statistics)
