@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from . import layer, quantizer
+from . import quantizer, weights
 from .norm import Calibration, interval, statistics_in
 from .branch import Conv, Norm, Sum
 from .quantizer import LSQ, gradient_factor, int_range, use_compiled
@@ -239,7 +239,7 @@ def backward_flops(by_y, x, weight, bias, stride, padding, dilation, transposed,
 def multiplications(f)->int: # f: function without arguments
     "Multiplications of a call in convolutions and matrix products, backward included"
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: backward_flops})
-    with use_compiled(False), patch.object(layer, 'forgotten', lambda *_: nullcontext()), counter: f()
+    with use_compiled(False), patch.object(weights, 'forgotten', lambda *_: nullcontext()), counter: f()
     return counter.get_total_flops()//2
 
 # %% ../nbs/22_bench.ipynb #b7a10076

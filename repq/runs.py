@@ -18,7 +18,7 @@ from .files import sha256
 
 # %% ../nbs/20_runs.ipynb #84183fc2
 NOTEBOOKS = dict(classify='classify.ipynb', super_resolution='super_resolution.ipynb', time='time.ipynb')
-MODULES = 'files small few kernel norm branch quantizer native layer blocks models data qat learner training'.split() # what a training depends on
+MODULES = 'files small few kernel norm branch quantizer native weights layer blocks models data qat learner training'.split() # what a training depends on
 
 def digest(text:str, n:int)->str:
     "The first `n` hexadecimal digits of a hash"

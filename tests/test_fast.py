@@ -3,12 +3,13 @@ import copy, os, platform, subprocess, sys
 import pytest, torch
 import torch.nn.functional as F
 import repq
-from repq import blocks, kernel, layer as layers, native, norm, quantizer
+from repq import blocks, kernel, native, norm, quantizer
 from repq.branch import Conv, Norm, Seq, Sum
-from repq.layer import RepConv2d, native_norms
+from repq.layer import RepConv2d
 from repq.norm import STATISTICS
 from repq.quantizer import use_compiled
 from repq.testing import assert_same, randomize_bn, rel_error
+from repq.weights import native_norms
 
 NATIVE = ('repvgg', 'acnet', 'mobileone')
 
@@ -71,7 +72,7 @@ def test_native_on_small_maps(name, statistics, monkeypatch):
             m.setattr(native.MergeLSQ, 'forward', lambda ctx, frame, fixed, *rest: inside.extend(sees is not None for _, sees in fixed) or forward(ctx, frame, fixed, *rest))
             assert_same_step(step(layer, x, 'native'), expected)
         assert sum(inside) == (statistics in ('batch', 'sampled'))*sum(type(n.child) is Conv for n in layer.norms()), 'every convolution of the block'
-        monkeypatch.setattr(layers, 'inside_up_to', 0)
+        monkeypatch.setattr('repq.weights.inside_up_to', 0)
         assert_same_step(step(layer, x, 'native'), expected)
         monkeypatch.undo()
         layer.branch.parts[0].bn.eval()          # one part frozen
