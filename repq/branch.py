@@ -113,6 +113,10 @@ class Fixed(Branch):
         self.register_buffer('weight', kernel.weight, persistent)
         self.register_buffer('bias', kernel.bias, persistent)
 
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self.has_bias = self.has_bias or bool(self.bias.any())
+
     def kernel(self, signal=None): return Kernel(self.weight, self.bias if self.has_bias else None, self.groups)
     def describe(self): return [self.name, str(self.in_channels)]
 

@@ -9,6 +9,7 @@ __all__ = ['few_between', 'written', 'pairs', 'FewBetween', 'sums_few']
 from functools import reduce
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # %% ../nbs/00_few.ipynb #5f0a1c02
 few_between = 8 # channels in the middle of a part, at most, that are summed one by one
@@ -32,6 +33,7 @@ class FewBetween(torch.autograd.Function):
         return reduce(torch.add, (s*f for s, f in pairs(second, first))).permute(0, 3, 4, 1, 2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         grad, saved = grad.permute(0, 3, 4, 1, 2), ctx.saved_tensors
         by_second = torch.stack([(grad*f).sum_to_size(s.shape)[..., 0] for s, f in pairs(*saved)], 1)

@@ -79,7 +79,7 @@ static N room_for(const Block* B) {
 
 # %% ../nbs/04_native.ipynb #157124d7
 MEASURE = '''
-static inline void fetch(const REAL* p, N n, N yes) { if (yes) for (N i = 0; i < n; i += 64/(N)sizeof(REAL)) __builtin_prefetch(p + i, 0, 2); }
+static inline void fetch(const REAL* p, N n, N yes) { if (yes) for (N i = 0; i < n; i += LANES) __builtin_prefetch(p + i, 0, 2); }
 
 static inline REAL sum_of(V v) {
   REAL s = 0;
@@ -155,17 +155,17 @@ static void merge_tap(const Block* B, N o, N k, const REAL* f, const REAL** rows
 FORWARD = '''
 void forward(Block* B, REAL* q, REAL* bias) {
   N I = B->in, K = B->taps;
-  REAL low = B->low, high = B->high, *halved = 0;
-  if (B->half) { halved = ROOM(B->samples*B->pixels*I/2); halve(halved, B->x, B->samples*B->pixels*I); }
+  REAL low = B->low, high = B->high, *words = 0;
+  if (B->half) { words = ROOM(B->samples*B->pixels*I/2); halve(words, B->x, B->samples*B->pixels*I); }
   #pragma omp parallel num_threads(B->threads) if(B->threads > 1)
   {
-    REAL *m = malloc((I + B->parts + room_for(B))*sizeof(REAL)), *f = m + I, *words = B->half ? ROOM(TOGETHER*K*I/2) : 0;
+    REAL *m = malloc((I + B->parts + room_for(B))*sizeof(REAL)), *f = m + I, *halved = B->half ? ROOM(TOGETHER*K*I/2) : 0;
     const REAL** rows = malloc(B->parts*sizeof(REAL*));
     N together = at_once(B);
     #pragma omp for schedule(static)
     for (N first = 0; first < B->out; first += together) for (N o = first; o < LESS(first + together, B->out); o++) {
       REAL c = 0, s = B->step[o];
-      if (o == first) for (N b = 0; b < B->parts; b++) if (B->part[b].sees) respond(B, B->part + b, first, LESS(first + together, B->out), halved ? halved : B->x, words);
+      if (o == first) for (N b = 0; b < B->parts; b++) if (B->part[b].sees) respond(B, B->part + b, first, LESS(first + together, B->out), words ? words : B->x, halved);
       find_rows(B, o, f + B->parts, rows);
       for (N b = 0; b < B->parts; b++) {
         Part* p = B->part + b;
@@ -182,9 +182,9 @@ void forward(Block* B, REAL* q, REAL* bias) {
         if (!B->last) for (N i = 0; i < I; i++) q[(o*I + i)*K + k] = m[i];
       }
     }
-    free(m); free(rows); free(words);
+    free(m); free(rows); free(halved);
   }
-  free(halved);
+  free(words);
 }
 '''
 
@@ -366,12 +366,12 @@ static inline REAL total(U v) {
 #endif
 }
 
-static N sight(const Block* B) { /* numbers in the largest output of a channel */
+static N largest(const Block* B) { /* numbers in the largest output of a channel */
   N n = 0;
   for (N b = 0; b < B->parts; b++) if (B->part[b].sees && B->part[b].places*B->samples > n) n = B->part[b].places*B->samples;
   return n;
 }
-static N at_once(const Block* B) { return sight(B) ? TOGETHER : 1; }
+static N at_once(const Block* B) { return largest(B) ? TOGETHER : 1; }
 '''
 
 # %% ../nbs/04_native.ipynb #5a3c0e32
@@ -392,7 +392,7 @@ static void halve(REAL* to, const REAL* from, N n) {}
 static void pair(REAL* to, const REAL* a, const REAL* b, N n) {}
 #endif
 #define ADD(half, sum, w, x) ((half) ? DOT(sum, w, x) : (U)((sum) + (w)*(x)))
-#define ROOM(n) malloc(((n) + 2*STEP)*sizeof(REAL)) /* halve and pair may go past the end of what they read and write, by less than this */
+#define ROOM(n) malloc(((n) + 2*STEP)*sizeof(REAL)) /* halve and pair may go past the end of what they read and write, by less than this; input and weights, which others made, are multiples of 64 */
 N can_halve(void) { return HALF; }
 '''
 
@@ -524,7 +524,7 @@ static REAL* pair_pictures(const Block* B) {
 # %% ../nbs/04_native.ipynb #78e56607
 BACKWARD = '''
 void backward(Block* B, const REAL* by_q, const REAL* by_bias) {
-  N I = B->in, P = B->parts, K = B->taps, together = at_once(B), seen = sight(B);
+  N I = B->in, P = B->parts, K = B->taps, together = at_once(B), seen = largest(B);
   REAL* words = B->half ? pair_pictures(B) : 0;
   #pragma omp parallel num_threads(B->threads) if(B->threads > 1)
   {

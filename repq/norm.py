@@ -204,11 +204,13 @@ _products = dict(dtype=None)
 def products_in(): return _products['dtype'] # torch.bfloat16, or None
 
 class statistics_in:
-    "Choose the type in which exact and sampled statistics multiply: torch.bfloat16, or None for that of the values; a statement, or a context with `with`"
+    "The type in which exact and sampled statistics, and those that `calibrated` measures, multiply: torch.bfloat16, or None for that of the values; a statement for the process, or a context with `with`"
     def __init__(self, dtype):
         if dtype not in (None, torch.bfloat16): raise ValueError(f'dtype must be torch.bfloat16 or None, got {dtype!r}')
-        self.before, _products['dtype'] = _products['dtype'], dtype
-    def __enter__(self): return self
+        self.dtype, self.before, _products['dtype'] = dtype, products_in(), dtype
+    def __enter__(self):
+        _products['dtype'] = self.dtype
+        return self
     def __exit__(self, *exc): _products['dtype'] = self.before
 
 # %% ../nbs/02_norm.ipynb #0833140c

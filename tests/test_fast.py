@@ -4,7 +4,8 @@ import pytest, torch
 import torch.nn.functional as F
 import repq
 from repq import blocks, kernel, native, norm, quantizer
-from repq.branch import Conv, Norm, Seq, Sum
+from repq.branch import Conv, Fixed, Norm, Seq, Sum
+from repq.kernel import Kernel
 from repq.layer import RepConv2d
 from repq.norm import STATISTICS
 from repq.quantizer import use_compiled
@@ -96,12 +97,31 @@ def test_statistics_in_bfloat16(size, statistics, monkeypatch):
     assert norm.products_in() is None and sum(inside) == 3*(native.can_halve(torch.float32, 16) and size != (12, 10))
 
 
-def test_an_odd_batch_in_bfloat16():
+def test_an_odd_batch_in_bfloat16(monkeypatch):
     "No pairs of pictures: the statistics are taken outside of the loop"
     layer = block('acnet', 64, 32, statistics='batch').float().to(memory_format=torch.channels_last)
-    x = torch.randn(3, 64, 4, 4).to(memory_format=torch.channels_last)
+    x, inside, forward = torch.randn(3, 64, 4, 4).to(memory_format=torch.channels_last), [], native.MergeLSQ.forward
+    monkeypatch.setattr(native.MergeLSQ, 'forward', lambda ctx, frame, fixed, *rest: inside.extend(sees is not None for _, sees in fixed) or forward(ctx, frame, fixed, *rest))
     with norm.statistics_in(torch.bfloat16): half = step(layer, x, 'native')[2]
-    assert all(rel_error(half[n], b) < 5e-3 for n, b in step(layer, x, False)[2].items() if 'running' in n)
+    assert len(inside) == 3 and not any(inside)
+    assert all(0 < rel_error(half[n], b) < 5e-3 for n, b in step(layer, x, False)[2].items() if 'running' in n)
+
+
+def test_statistics_in_a_context():
+    "Used again, and left again"
+    context = norm.statistics_in(torch.bfloat16)
+    for _ in range(2):
+        with context: assert norm.products_in() is torch.bfloat16
+        assert norm.products_in() is None
+
+
+def test_a_loaded_bias_is_used():
+    "A fixed kernel without a bias takes one from a file"
+    weight, bias, x = torch.randn(4, 4, 3, 3), torch.randn(4), torch.randn(2, 4, 6, 6)
+    fixed, other = RepConv2d(Fixed(Kernel(weight))), RepConv2d(Fixed(Kernel(weight, bias)))
+    assert not torch.equal(fixed(x), other(x))
+    fixed.load_state_dict(other.state_dict())
+    assert torch.equal(fixed(x), other(x))
 
 
 def test_small_maps_twice_back():
