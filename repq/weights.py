@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['inside_up_to', 'compile_block_after', 'forgotten', 'simple_weights', 'norms_in', 'choices', 'learns',
            'quantize_input', 'native_norms', 'centre', 'seen_inside', 'native_part', 'weight_factor', 'native_weights',
-           'traced_weights', 'compiled_weights', 'compiling_pays', 'make_weights']
+           'traced_weights', 'compiled_weights', 'compiling_pays', 'PathCounts', 'paths_taken', 'reset_paths',
+           'make_weights']
 
 # %% ../nbs/04_weights.ipynb #633f2cc4
 import warnings
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from types import FunctionType
 import torch
 from torch import nn, Tensor
@@ -185,20 +187,47 @@ def compiling_pays(branch:Branch)->bool:
     seen[key] = seen.get(key, 0) + branch.out_channels*branch.in_channels//branch.groups*branch.size[0]*branch.size[1]
     return mode is True or seen[key] > compile_block_after
 
+# %% ../nbs/04_weights.ipynb #fca486ac
+@dataclass
+class PathCounts:
+    "How often the weights of a block were made by each way"
+    c:int=0        # the loop in C
+    compiled:int=0 # torch.compile
+    simple:int=0   # one operation after the other
+
+_paths = PathCounts()
+
+def paths_taken()->dict: # 'c', 'compiled', 'simple' -> number of times
+    "Which ways the weights of blocks were really made in training, since `reset_paths`"
+    return asdict(_paths)
+
+def reset_paths():
+    "Begin to count anew"
+    _paths.c = _paths.compiled = _paths.simple = 0
+
+# %% ../nbs/04_weights.ipynb #e0e34586
 def make_weights(
     branch:Branch,
     q:Quantizer,  # of the weight
     signal:Signal # input of the branch
 )->tuple: # Q(M) and the bias
     "Merge and quantize in the fastest way there is"
-    x = signal.batch.values
-    if not (branch.training and learns(q) and is_real(x) and torch.is_grad_enabled()) or type(branch) is Conv: return simple_weights(branch, q, signal)
-    norms = native_norms(branch) if use_native() and x.device.type == 'cpu' and x.dtype == q.step.dtype else None
-    if norms and library(x.dtype): return native_weights(branch, q, signal, norms)
-    if compiling_pays(branch):
-        try: return compiled_weights(branch, q, signal)
-        except Exception as e:
-            quantizer._policy['failed'] = True
-            signal.memo.clear()
-            warnings.warn(f'repq: compiling a block failed, going on without ({type(e).__name__}: {str(e)[:200]})')
+    x, trains = signal.batch.values, branch.training and torch.is_grad_enabled()
+    if not trains or type(branch) is Conv or torch.compiler.is_compiling(): return simple_weights(branch, q, signal)
+    if learns(q) and is_real(x):
+        norms = native_norms(branch) if use_native() and x.device.type == 'cpu' and x.dtype == q.step.dtype else None
+        if norms and library(x.dtype):
+            _paths.c += 1
+            return native_weights(branch, q, signal, norms)
+        if compiling_pays(branch):
+            try:
+                made = compiled_weights(branch, q, signal)
+                _paths.compiled += 1
+                return made
+            except Exception as e:
+                quantizer._policy['failed'] = True
+                signal.memo.clear()
+                said = f'{type(e).__name__}: {str(e)[:200]}'
+                warnings.warn(f'repq: compiling a block failed, going on without ({said})')
+    _paths.simple += 1
     return simple_weights(branch, q, signal)

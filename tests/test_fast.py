@@ -10,7 +10,7 @@ from repq.layer import RepConv2d
 from repq.norm import STATISTICS
 from repq.quantizer import use_compiled
 from repq.testing import assert_same, randomize_bn, rel_error
-from repq.weights import native_norms
+from repq.weights import native_norms, paths_taken, reset_paths
 
 NATIVE = ('repvgg', 'acnet', 'mobileone')
 
@@ -199,6 +199,9 @@ def test_threads_do_not_change_the_result():
     assert_same_step(found[1], found[0])
 
 
+BLOCKS = 16   # of AC-ResNet-18 with branches; its stem and shortcuts are plain
+
+
 def test_a_network_trains_the_same():
     "Four steps of AC-ResNet-18 in float64: losses agree (later a rounding tie will fall differently)"
     x, y = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
@@ -211,7 +214,12 @@ def test_a_network_trains_the_same():
                 loss = F.cross_entropy(net(x), y)
                 opt.zero_grad(); loss.backward(); opt.step(); found.append(loss.item())
         return torch.tensor(found, dtype=torch.float64)
-    assert_same(losses('native'), losses(False), 1e-8)
+    reset_paths()
+    expected = losses(False)
+    assert paths_taken() == {'c': 0, 'compiled': 0, 'simple': 4*BLOCKS}
+    reset_paths()
+    assert_same(losses('native'), expected, 1e-8)
+    assert paths_taken() == {'c': 3*BLOCKS, 'compiled': 0, 'simple': BLOCKS}, 'only the first batch, which sets the steps, goes the simple way'
 
 
 def test_small_maps_are_only_faster():
@@ -243,6 +251,8 @@ def test_without_a_compiler(tmp_path):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter('always')
             for _ in range(3): layer(x).sum().backward()
+            with torch.no_grad(): layer.eval()(x)
+        assert repq.weights.paths_taken() == {'c': 0, 'compiled': 0, 'simple': 4}, 'steps set once, three steps without C'
         said = [str(w.message) for w in said if 'repq' in str(w.message)]
         assert len(said) == 1 and 'without compiled C' in said[0] and 'no-such-compiler' in said[0], said
         print('fine')'''
