@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['HEADER', 'ROWS', 'MEASURE', 'MERGE', 'FORWARD', 'BACKWARD_LSQ', 'BACKWARD_TAPS', 'PUT', 'BACKWARD_LINES',
-           'BACKWARD_PART', 'TILES', 'WORDS', 'RESPOND', 'BACKWARD_SMALL', 'BACKWARD_SEEN', 'BACKWARD', 'SOURCE',
-           'OPTIONS', 'DEFINES', 'PACKED', 'FIELDS', 'processor', 'cache_folder', 'build', 'library', 'can_halve',
-           'Part', 'Frame', 'tap_table', 'sight', 'address', 'pack', 'unpack', 'MergeLSQ', 'gradients_like',
+           'BACKWARD_PART', 'BACKWARD', 'SOURCE', 'OPTIONS', 'DEFINES', 'PACKED', 'FIELDS', 'processor', 'cache_folder',
+           'build', 'library', 'Part', 'Frame', 'tap_table', 'address', 'pack', 'unpack', 'MergeLSQ', 'gradients_like',
            'merge_quantize']
 
 # %% ../nbs/04_native.ipynb #3a6cb3f1
@@ -37,19 +36,22 @@ typedef REAL V __attribute__((vector_size(64), aligned(sizeof(REAL)), may_alias)
 #define AT(T, p) (*(T*)(p))
 
 typedef struct {             /* a convolution or identity with its norm */
-  N taps, last, per_tap, given, places; /* weights lie (out, taps, in), else (out, in, taps); windows has a row for each tap of the merged kernel; mean and variance are given; pixels of the output */
+  N taps;
+  N last;                    /* weights lie (out, taps, in), else (out, in, taps) */
+  N per_tap;                 /* windows has a row for each tap of the merged kernel */
+  N given;                   /* mean and variance are given */
   REAL eps;
   const REAL *weight, *gamma, *beta, *windows, *ratio;
-  REAL *mean, *var, *by_weight, *by_gamma, *by_windows, *by_mean, *by_var, *y; /* y: the output less its mean, (out, places, samples) */
-  const N *sees;             /* (places, taps): pixel of the input, or -1; then (pixels, taps): place, or -1; 0: mean and variance do not come from the input itself */
+  REAL *mean, *var, *by_weight, *by_gamma, *by_windows, *by_mean, *by_var;
 } Part;
 
 typedef struct {
-  N out, in, taps, groups, parts, threads, last, samples, pixels, half; /* last: the merged kernel lies (out, taps, in), else (out, in, taps); half: products with x are made in bfloat16 */
+  N out, in, taps, groups, parts, threads;
+  N last;                    /* the merged kernel lies (out, taps, in), else (out, in, taps) */
   REAL low, high;
   const N *at;               /* (parts, taps): tap of a part that meets a tap of the merged kernel, or -1 */
-  const REAL *var, *step, *x; /* x: (samples, pixels, in) */
-  REAL *by_var, *by_step, *by_x; /* by_var, by_windows and by_x: a copy for each thread */
+  const REAL *var, *step;
+  REAL *by_var, *by_step;    /* by_var, and by_windows of the parts: a copy for each thread */
   Part part[];
 } Block;
 '''
@@ -155,21 +157,18 @@ static void merge_tap(const Block* B, N o, N k, const REAL* f, const REAL** rows
 FORWARD = '''
 void forward(Block* B, REAL* q, REAL* bias) {
   N I = B->in, K = B->taps;
-  REAL low = B->low, high = B->high, *words = 0;
-  if (B->half) { words = ROOM(B->samples*B->pixels*I/2); halve(words, B->x, B->samples*B->pixels*I); }
+  REAL low = B->low, high = B->high;
   #pragma omp parallel num_threads(B->threads) if(B->threads > 1)
   {
-    REAL *m = malloc((I + B->parts + room_for(B))*sizeof(REAL)), *f = m + I, *halved = B->half ? ROOM(TOGETHER*K*I/2) : 0;
+    REAL *m = malloc((I + B->parts + room_for(B))*sizeof(REAL)), *f = m + I;
     const REAL** rows = malloc(B->parts*sizeof(REAL*));
-    N together = at_once(B);
     #pragma omp for schedule(static)
-    for (N first = 0; first < B->out; first += together) for (N o = first; o < LESS(first + together, B->out); o++) {
+    for (N o = 0; o < B->out; o++) {
       REAL c = 0, s = B->step[o];
-      if (o == first) for (N b = 0; b < B->parts; b++) if (B->part[b].sees) respond(B, B->part + b, first, LESS(first + together, B->out), words ? words : B->x, halved);
       find_rows(B, o, f + B->parts, rows);
       for (N b = 0; b < B->parts; b++) {
         Part* p = B->part + b;
-        if (!p->given && !p->sees) measure(B, p, B->at + b*K, o, rows[b]);
+        if (!p->given) measure(B, p, B->at + b*K, o, rows[b]);
         f[b] = p->gamma[o]/SQRT(p->var[o] + p->eps);
         c += p->beta[o] - p->mean[o]*f[b];
       }
@@ -182,9 +181,8 @@ void forward(Block* B, REAL* q, REAL* bias) {
         if (!B->last) for (N i = 0; i < I; i++) q[(o*I + i)*K + k] = m[i];
       }
     }
-    free(m); free(rows); free(halved);
+    free(m); free(rows);
   }
-  free(words);
 }
 '''
 
@@ -273,7 +271,7 @@ static inline void put(REAL* to, const void* from, size_t bytes) { memcpy(to, fr
 
 # %% ../nbs/04_native.ipynb #2071566b
 BACKWARD_LINES = '''
-static N in_lines(const Block* B, const Part* p) { return p->last && !p->given && !p->sees && B->in % LANES == 0 && (size_t)p->by_weight % 64 == 0; }
+static N in_lines(const Block* B, const Part* p) { return p->last && !p->given && B->in % LANES == 0 && (size_t)p->by_weight % 64 == 0; }
 
 static void line_gradient(const Block* B, const Part* p, const N* at, N o, REAL f, REAL by_mean, REAL by_var, const REAL* d, const REAL* row) {
   N I = B->in, C = I*B->groups, c = o/(B->out/B->groups)*I, each = p->per_tap*C, T = p->taps, met[T];
@@ -300,11 +298,10 @@ static void line_gradient(const Block* B, const Part* p, const N* at, N o, REAL 
 
 # %% ../nbs/04_native.ipynb #3f8a51c2
 BACKWARD_PART = '''
-static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL f, REAL r, REAL dot, REAL by_bias, const REAL* d, const REAL* row, REAL* room, REAL* by_y) {
+static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL f, REAL r, REAL dot, REAL by_bias, const REAL* d, const REAL* row, REAL* room) {
   N I = B->in, K = B->taps, C = I*B->groups, c = o/(B->out/B->groups)*I, span = (p->per_tap ? K : 1)*C;
   REAL by_f = dot - by_bias*p->mean[o], by_mean = -by_bias*f, by_var = -(REAL).5*by_f*f*r*r;
   p->by_gamma[o] = by_f*r;
-  if (p->sees) { spread(p, o, p->places*B->samples, by_mean, by_var, by_y); return; }
   if (p->given) { p->by_mean[o] = by_mean; p->by_var[o] = by_var; by_mean = by_var = 0; }
   else if (p->ratio) by_var *= p->ratio[o];
   if (row && in_lines(B, p)) { line_gradient(B, p, at, o, f, by_mean, by_var, d, row); return; }
@@ -335,231 +332,40 @@ static void part_gradient(const Block* B, const Part* p, const N* at, N o, REAL 
 }
 '''
 
-# %% ../nbs/04_native.ipynb #5a3c0e11
-TILES = '''
-#ifdef __AVX512F__
-#define WIDTH 64
-#elif defined(__AVX__)
-#define WIDTH 32
-#else
-#define WIDTH 16
-#endif
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define BROAD 4              /* vectors side by side in a tile: where there are 32 registers, */
-#else
-#define BROAD 2              /* where there are 16 */
-#endif
-#define TALL 6               /* rows of a tile */
-#define TOGETHER (4*TALL)    /* output channels that are worked on at once */
-#define EACH(i, n) _Pragma("GCC unroll 8") for (N i = 0; i < n; i++)
-#define LESS(a, b) ((a) < (b) ? (a) : (b))
-typedef REAL U __attribute__((vector_size(WIDTH), aligned(sizeof(REAL)), may_alias));
-#define STEP (WIDTH/(N)sizeof(REAL))
-
-static inline REAL total(U v) {
-#if defined(__SSE2__) && defined(__AVX512F__) && defined(SINGLE)
-  return _mm512_reduce_add_ps((__m512)v);
-#else
-  REAL s = 0;
-  for (N i = 0; i < STEP; i++) s += v[i];
-  return s;
-#endif
-}
-
-static N largest(const Block* B) { /* numbers in the largest output of a channel */
-  N n = 0;
-  for (N b = 0; b < B->parts; b++) if (B->part[b].sees && B->part[b].places*B->samples > n) n = B->part[b].places*B->samples;
-  return n;
-}
-static N at_once(const Block* B) { return largest(B) ? TOGETHER : 1; }
-'''
-
-# %% ../nbs/04_native.ipynb #5a3c0e32
-WORDS = '''
-#define INLINE static inline __attribute__((always_inline))
-#if defined(__SSE2__) && defined(__AVX512BF16__) && defined(SINGLE)
-#define HALF 1
-#define DOT(sum, w, x) ((U)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(w), (__m512bh)(x)))
-#define ALL(r) ((U)_mm512_set1_ps(r))
-#define WIDEN(p) _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(p)))
-static void halve(REAL* to, const REAL* from, N n) { for (N i = 0; i < n; i += 2*STEP) _mm512_storeu_si512(to + i/2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + STEP), _mm512_loadu_ps(from + i))); }
-static void pair(REAL* to, const REAL* a, const REAL* b, N n) { for (N i = 0; i < n; i += STEP) _mm512_storeu_si512(to + i, _mm512_or_si512(WIDEN(a + i), _mm512_slli_epi32(WIDEN(b + i), 16))); }
-#else
-#define HALF 0
-#define DOT(sum, w, x) (sum)
-#define ALL(r) (r)
-static void halve(REAL* to, const REAL* from, N n) {}
-static void pair(REAL* to, const REAL* a, const REAL* b, N n) {}
-#endif
-#define ADD(half, sum, w, x) ((half) ? DOT(sum, w, x) : (U)((sum) + (w)*(x)))
-#define ROOM(n) malloc(((n) + 2*STEP)*sizeof(REAL)) /* halve and pair may go past the end of what they read and write, by less than this; input and weights, which others made, are multiples of 64 */
-N can_halve(void) { return HALF; }
-'''
-
-# %% ../nbs/04_native.ipynb #5a3c0e12
-RESPOND = '''
-INLINE void answer(const Block* B, const Part* p, N first, N end, const REAL* weight, const REAL* input, const N half) {
-  N I = half ? B->in/2 : B->in, T = p->taps, S = B->samples, all = p->places*S;
-  const REAL *row[TALL], *from[BROAD];
-  for (N o = first; o < end; o += TALL) for (N n = 0; n < S; n += BROAD) for (N place = 0; place < p->places; place++) {
-    U sum[TALL][BROAD];
-    memset(sum, 0, sizeof sum);
-    EACH(a, TALL) row[a] = weight + (LESS(o + a, end - 1) - first)*T*I;
-    for (N t = 0; t < T; t++) {
-      N pixel = p->sees[place*T + t];
-      if (pixel < 0) continue;
-      EACH(b, BROAD) from[b] = input + (LESS(n + b, S - 1)*B->pixels + pixel)*I;
-      for (N i = 0; i < I; i += STEP) {
-        U x[BROAD];
-        EACH(b, BROAD) x[b] = AT(U, from[b] + i);
-        EACH(a, TALL) { U w = AT(U, row[a] + t*I + i); EACH(b, BROAD) sum[a][b] = ADD(half, sum[a][b], w, x[b]); }
-      }
-    }
-    for (N a = 0; a < LESS(TALL, end - o); a++) for (N b = 0; b < LESS(BROAD, S - n); b++) p->y[(o + a)*all + place*S + n + b] = total(sum[a][b]);
-  }
-}
-
-static void respond(const Block* B, Part* p, N first, N end, const REAL* input, REAL* room) {
-  N size = p->taps*B->in, all = p->places*B->samples;
-  if (B->half) { halve(room, p->weight + first*size, (end - first)*size); answer(B, p, first, end, room, input, 1); }
-  else answer(B, p, first, end, p->weight + first*size, input, 0);
-  for (N o = first; o < end; o++) {
-    REAL *RES y = p->y + o*all, mean = 0, var = 0;
-    #pragma omp simd reduction(+:mean)
-    for (N n = 0; n < all; n++) mean += y[n];
-    mean /= all;
-    #pragma omp simd reduction(+:var)
-    for (N n = 0; n < all; n++) { y[n] -= mean; var += y[n]*y[n]; }
-    p->mean[o] = mean;
-    p->var[o] = var/all;
-  }
-}
-'''
-
-# %% ../nbs/04_native.ipynb #5a3c0e13
-BACKWARD_SMALL = '''
-static void spread(const Part* p, N o, N all, REAL by_mean, REAL by_var, REAL* RES by_y) {
-  const REAL* RES y = p->y + o*all;
-  for (N n = 0; n < all; n++) by_y[n] = by_mean/all + 2*by_var/all*y[n];
-}
-
-INLINE void tile_gradient(const Block* B, const Part* p, const N* at, N first, N end, const REAL* f, const REAL* d, const REAL* by_y, N row, const REAL* input, const N half) {
-  N I = B->in, T = p->taps, S = half ? B->samples/2 : B->samples, span = B->taps*I;
-  const REAL *g[TALL];
-  for (N k = 0; k < B->taps; k++) if (at[k] >= 0) for (N o = first; o < end; o += TALL) for (N i = 0; i < I; i += BROAD*STEP) {
-    U sum[TALL][BROAD];
-    EACH(a, TALL) {
-      N r = LESS(o + a, end - 1) - first;
-      g[a] = by_y + r*row;
-      EACH(b, BROAD) sum[a][b] = f[r*B->parts]*AT(U, d + r*span + k*I + i + b*STEP);
-    }
-    for (N place = 0; place < p->places; place++) {
-      N pixel = p->sees[place*T + at[k]];
-      if (pixel < 0) continue;
-      for (N n = 0; n < S; n++) {
-        U x[BROAD];
-        EACH(b, BROAD) x[b] = AT(U, input + (n*B->pixels + pixel)*I + i + b*STEP);
-        EACH(a, TALL) { REAL by = g[a][place*S + n]; EACH(b, BROAD) sum[a][b] = ADD(half, sum[a][b], ALL(by), x[b]); }
-      }
-    }
-    for (N a = 0; a < LESS(TALL, end - o); a++) {
-      REAL* to = p->by_weight + ((o + a)*T + at[k])*I + i;
-      if ((size_t)p->by_weight % 64) memcpy(to, sum[a], sizeof sum[a]);
-      else put(to, sum[a], sizeof sum[a]);
-    }
-  }
-}
-
-INLINE void input_gradient(const Block* B, const Part* p, N rows, const REAL* weight, const REAL* by_y, N row, const N half) {
-  N I = B->in, T = p->taps, S = B->samples, Q = B->pixels;
-  const N* seen_from = p->sees + p->places*T;
-  for (N i = 0; i < I; i += BROAD*STEP) for (N pixel = 0; pixel < Q; pixel++) for (N n = 0; n < S; n += 4) {
-    U sum[4][BROAD];
-    REAL* by[4];
-    EACH(a, 4) { by[a] = B->by_x + ((THREAD*S + LESS(n + a, S - 1))*Q + pixel)*I + i; EACH(b, BROAD) sum[a][b] = AT(U, by[a] + b*STEP); }
-    for (N t = 0; t < T; t++) {
-      N place = seen_from[pixel*T + t];
-      if (place >= 0) for (N o = 0; o < rows; o++) {
-        const REAL *from = weight + (o*T + t)*I + i, *g = by_y + o*row + place*S + n;
-        U w[BROAD];
-        EACH(b, BROAD) w[b] = AT(U, from + b*STEP);
-        EACH(a, 4) EACH(b, BROAD) sum[a][b] = ADD(half, sum[a][b], ALL(g[a]), w[b]);
-      }
-    }
-    for (N a = 0; a < LESS(4, S - n); a++) EACH(b, BROAD) AT(U, by[a] + b*STEP) = sum[a][b];
-  }
-}
-'''
-
-# %% ../nbs/04_native.ipynb #5a3c0e34
-BACKWARD_SEEN = '''
-static void seen_gradient(const Block* B, const Part* p, const N* at, N first, N end, const REAL* f, const REAL* d, REAL* by_y, N row, const REAL* input, REAL* room) {
-  N rows = end - first, size = p->taps*B->in, pairs = (rows + 1)/2;
-  const REAL* weight = p->weight + first*size;
-  if (!B->half) {
-    tile_gradient(B, p, at, first, end, f, d, by_y, row, input, 0);
-    if (B->by_x) input_gradient(B, p, rows, weight, by_y, row, 0);
-    return;
-  }
-  halve(room, by_y, rows*row);
-  tile_gradient(B, p, at, first, end, f, d, room, row/2, input, 1);
-  if (!B->by_x) return;
-  REAL* by = room + pairs*size;
-  if (rows % 2) memset(by_y + rows*row, 0, row*sizeof(REAL));
-  for (N o = 0; o < pairs; o++) {
-    pair(room + o*size, weight + 2*o*size, weight + LESS(2*o + 1, rows - 1)*size, size);
-    pair(by + o*row, by_y + 2*o*row, by_y + (2*o + 1)*row, row);
-  }
-  input_gradient(B, p, pairs, room, by, row, 1);
-}
-
-static REAL* pair_pictures(const Block* B) {
-  N I = B->in, Q = B->pixels;
-  REAL* words = ROOM(B->samples/2*Q*I);
-  for (N n = 0; n < B->samples/2; n++) for (N pixel = 0; pixel < Q; pixel++) pair(words + (n*Q + pixel)*I, B->x + (2*n*Q + pixel)*I, B->x + ((2*n + 1)*Q + pixel)*I, I);
-  return words;
-}
-'''
-
 # %% ../nbs/04_native.ipynb #78e56607
 BACKWARD = '''
 void backward(Block* B, const REAL* by_q, const REAL* by_bias) {
-  N I = B->in, P = B->parts, K = B->taps, together = at_once(B), seen = largest(B);
-  REAL* words = B->half ? pair_pictures(B) : 0;
+  N I = B->in, P = B->parts, K = B->taps;
   #pragma omp parallel num_threads(B->threads) if(B->threads > 1)
   {
-    REAL *d = ROOM(together*(K*I + P*(seen + 1)) + K*I + 2*I + 2*P + TALL + room_for(B)); /* TALL: a tile may read past the end of by_y */
-    REAL *halved = B->half ? ROOM(together/2*(K*I + seen)) : 0;
-    REAL *turn = d + together*K*I, *m = turn + K*I, *g = m + I, *r = g + I, *dot = r + P, *factors = dot + P, *by_y = factors + together*P, *room = by_y + together*P*seen + TALL;
+    REAL *d = malloc((2*K*I + 2*I + 3*P + room_for(B))*sizeof(REAL)), *turn = d + K*I, *m = turn + K*I, *g = m + I;
+    REAL *f = g + I, *r = f + P, *dot = r + P, *room = dot + P;
     const REAL** rows = malloc(P*sizeof(REAL*));
     #pragma omp for schedule(static)
-    for (N first = 0; first < B->out; first += together) {
-      N end = LESS(first + together, B->out);
-      for (N o = first; o < end; o++) {
-        REAL *f = factors + (o - first)*P, *here = d + (o - first)*K*I;
-        find_rows(B, o, room, rows);
-        for (N b = 0; b < P; b++) {
-          const Part* p = B->part + b;
-          REAL root = SQRT(p->var[o] + p->eps);
-          r[b] = 1/root;
-          f[b] = p->gamma[o]/root;   /* as in the forward pass, to the last bit */
-        }
-        B->by_step[o] = quantizer_gradient(B, o, f, rows, by_q, here, m, g, dot);
-        for (N b = 0; b < P; b++) part_gradient(B, B->part + b, B->at + b*K, o, f[b], r[b], dot[b], by_bias[o], here, rows[b], turn, by_y + (b*together + o - first)*seen);
+    for (N o = 0; o < B->out; o++) {
+      find_rows(B, o, room, rows);
+      for (N b = 0; b < P; b++) {
+        const Part* p = B->part + b;
+        REAL root = SQRT(p->var[o] + p->eps);
+        r[b] = 1/root;
+        f[b] = p->gamma[o]/root;   /* as in the forward pass, to the last bit */
       }
-      for (N b = 0; b < P; b++) if (B->part[b].sees) seen_gradient(B, B->part + b, B->at + b*K, first, end, factors + b, d, by_y + b*together*seen, seen, words ? words : B->x, halved);
+      B->by_step[o] = quantizer_gradient(B, o, f, rows, by_q, d, m, g, dot);
+      for (N b = 0; b < P; b++)
+        part_gradient(B, B->part + b, B->at + b*K, o, f[b], r[b], dot[b], by_bias[o], d, rows[b], turn);
     }
     DONE;
-    free(d); free(rows); free(halved);
+    free(d); free(rows);
   }
-  free(words);
 }
 '''
 
 # %% ../nbs/04_native.ipynb #0bce83ca
-SOURCE = HEADER + ROWS + MEASURE + MERGE + PUT + TILES + WORDS + RESPOND + FORWARD + BACKWARD_LSQ + BACKWARD_TAPS + BACKWARD_LINES + BACKWARD_SMALL + BACKWARD_SEEN + BACKWARD_PART + BACKWARD
+SOURCE = (HEADER + ROWS + MEASURE + MERGE + FORWARD +
+          BACKWARD_LSQ + BACKWARD_TAPS + PUT + BACKWARD_LINES + BACKWARD_PART + BACKWARD)
 OPTIONS = (['-O3', '-march=native', '-mprefer-vector-width=512', '-fopenmp'], ['-O3', '-march=native', '-fopenmp'], ['-O3'])
-DEFINES = {torch.float32: ['-DREAL=float', '-DRINT=rintf', '-DSQRT=sqrtf', '-DSINGLE'], torch.float64: ['-DREAL=double', '-DRINT=rint', '-DSQRT=sqrt']}
+DEFINES = {torch.float32: ['-DREAL=float', '-DRINT=rintf', '-DSQRT=sqrtf'],
+           torch.float64: ['-DREAL=double', '-DRINT=rint', '-DSQRT=sqrt']}
 
 def processor()->str:
     "What the processor can do, as far as the system tells"
@@ -608,16 +414,11 @@ def library(dtype): # ctypes library, or None
         try:
             found = ctypes.CDLL(str(build(dtype)))
             for f in (found.forward, found.backward): f.argtypes, f.restype = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p), None
-            found.can_halve.argtypes, found.can_halve.restype = (), ctypes.c_longlong
             _libraries[dtype] = found # not before it is ready: another thread may look
         except (RuntimeError, OSError) as e:
             _libraries[dtype] = None
             warnings.warn(f'repq: merging goes on without compiled C ({e})')
     return _libraries[dtype]
-
-def can_halve(dtype, pictures:int)->bool:
-    "Can the loop multiply in bfloat16, here and for so many pictures?"
-    return pictures % 2 == 0 and library(dtype) is not None and bool(library(dtype).can_halve())
 
 # %% ../nbs/04_native.ipynb #2e9396ec
 class Part(NamedTuple):
@@ -630,17 +431,15 @@ class Part(NamedTuple):
     ratio:Tensor=None    # (out,): of true to estimated variance; None: 1
     mean:Tensor=None     # (out,): given statistics
     var:Tensor=None
-    sees:tuple=None      # of `sight`: statistics are to be measured on the input itself
 
 class Frame(NamedTuple):
-    "What is not a tensor"
+    "Shapes and constants of the block"
     size:tuple   # (kh, kw) of the merged kernel
     groups:int
     low:int      # integers of the quantizer
     high:int
     factor:float # of the step's gradient
     last:bool    # lay the merged kernel out channels last
-    half:bool=False # measure on the input in bfloat16, where `can_halve`
 
 # %% ../nbs/04_native.ipynb #757fc7fa
 @lru_cache
@@ -655,31 +454,15 @@ def tap_table(
     table = sum((of(*p) for p in parts), [])
     return (ctypes.c_longlong*len(table))(*table)
 
-@lru_cache
-def sight(
-    size,            # (height, width) of the input
-    kernel,          # (kh, kw)
-    stride, padding  # pairs
-)->tuple: # number of places; C array (places, taps): the pixel that a tap sees, or -1; after it (pixels, taps): the place from which it sees a pixel, or -1
-    "What each tap of a kernel sees at each of its places on a map"
-    def along(n, k, s, p): return [[i*s + t - p for t in range(k)] for i in range((n + 2*p - k)//s + 1)]
-    rows, cols = (along(*each) for each in zip(size, kernel, stride, padding))
-    sees = torch.tensor([r*size[1] + c if 0 <= r < size[0] and 0 <= c < size[1] else -1 for down in rows for right in cols for r in down for c in right]).view(len(rows)*len(cols), -1)
-    seen_from = torch.full((size[0]*size[1], sees.shape[1]), -1)
-    place, tap = (sees >= 0).nonzero(as_tuple=True)
-    seen_from[sees[place, tap], tap] = place
-    table = torch.cat([sees, seen_from]).flatten().tolist()
-    return len(sees), (ctypes.c_longlong*len(table))(*table)
-
 def address(t): return 0 if t is None else t.data_ptr()
 
-PACKED = {dtype: (Struct(f'@10q2{number}7P0q'), Struct(f'@5q{number}14P0q')) for dtype, number in ((torch.float32, 'f'), (torch.float64, 'd'))} # `Block` without its parts, and `Part`
+PACKED = {dtype: (Struct(f'@7q2{number}5P0q'), Struct(f'@4q{number}12P0q')) # `Block` without its parts, and `Part`
+          for dtype, number in ((torch.float32, 'f'), (torch.float64, 'd'))}
 
 # %% ../nbs/04_native.ipynb #0a5d779d
 def pack(
     frame:Frame, parts, # of `Part`, with the statistics in `mean` and `var`
     given,              # for each part: whether they were there before
-    x, ys,              # input, channels last, and for each part the output on it; or None
     var:Tensor, step:Tensor,
     by=None             # of `gradients_like`
 ): # bytes of a `Block`, and the table of taps, which must live as long
@@ -687,40 +470,43 @@ def pack(
     block, part = PACKED[step.dtype]
     sizes = tuple((1, 1) if p.weight is None else tuple(p.weight.shape[2:]) for p in parts)
     at = tap_table(frame.size, sizes)
-    head = (len(step), len(var)//frame.groups, frame.size[0]*frame.size[1], frame.groups, len(parts), torch.get_num_threads(), frame.last, *((0, 0, 0) if x is None else (len(x), x.shape[2]*x.shape[3], frame.half)), frame.low, frame.high, ctypes.addressof(at))
-    packed = [block.pack(*head, *map(address, (var, step, x, *(by[None] if by else (None,)*3))))]
-    for i, (p, size, g, y) in enumerate(zip(parts, sizes, given, ys)):
+    shape = len(step), len(var)//frame.groups, frame.size[0]*frame.size[1], frame.groups, len(parts)
+    head = *shape, torch.get_num_threads(), frame.last, frame.low, frame.high, ctypes.addressof(at)
+    packed = [block.pack(*head, *map(address, (var, step, *(by[None] if by else (None,)*2))))]
+    for i, (p, size, g) in enumerate(zip(parts, sizes, given)):
         last = p.weight is None or p.weight.is_contiguous(memory_format=torch.channels_last)
-        tensors = p.weight, p.gamma, p.beta, p.windows, p.ratio, p.mean, p.var, *(by[i] if by else (None,)*5), y
-        sees, places = (0, 0) if y is None else (ctypes.addressof(p.sees[1]), p.sees[0])
-        packed.append(part.pack(size[0]*size[1], last, p.windows is not None and p.windows.ndim > 1, g, places, p.eps, *map(address, tensors), sees))
+        per_tap = p.windows is not None and p.windows.ndim > 1
+        tensors = p.weight, p.gamma, p.beta, p.windows, p.ratio, p.mean, p.var, *(by[i] if by else (None,)*5)
+        packed.append(part.pack(size[0]*size[1], last, per_tap, g, p.eps, *map(address, tensors)))
     return b''.join(packed), at
 
 # %% ../nbs/04_native.ipynb #17fa6a86
 FIELDS = ('weight', 'gamma', 'beta', 'windows', 'ratio', 'mean', 'var')
 
-def unpack(flat, fixed)->list: # of `Part`
-    "Parts from a flat list of their tensors, and what else there is for each"
+def unpack(flat, eps)->list: # of `Part`
+    "Parts from a flat list of their tensors, and the eps of each"
     n = len(FIELDS)
-    return [Part(*flat[n*i:n*i + 3], eps, *flat[n*i + 3:n*i + n], sees) for i, (eps, sees) in enumerate(fixed)]
+    return [Part(*flat[n*i:n*i + 3], e, *flat[n*i + 3:n*i + n]) for i, e in enumerate(eps)]
 
 # %% ../nbs/04_native.ipynb #17fa6a88
 class MergeLSQ(torch.autograd.Function):
     "Merge the parts of a block and quantize the result"
     @staticmethod
-    def forward(ctx, frame, fixed, x, var, step, *flat):
-        parts, out = unpack(flat, fixed), len(step)
+    def forward(ctx, frame, eps, var, step, *flat):
+        parts, out, inner = unpack(flat, eps), len(step), len(var)//frame.groups
         given = [p.mean is not None for p in parts]
-        room = iter(step.new_empty(2*len(parts), out).unbind(0))
-        parts = [p._replace(mean=next(room).copy_(p.mean), var=next(room).copy_(p.var)) if g else p._replace(mean=next(room), var=next(room)) for p, g in zip(parts, given)]
-        q = step.new_empty(out, frame.size[0], frame.size[1], len(var)//frame.groups).permute(0, 3, 1, 2) if frame.last else step.new_empty(out, len(var)//frame.groups, *frame.size)
+        stats = step.new_empty(2*len(parts), out).unbind(0)
+        for i, p in enumerate(parts):
+            mean, v = stats[2*i:2*i + 2]
+            if given[i]: mean.copy_(p.mean); v.copy_(p.var)
+            parts[i] = p._replace(mean=mean, var=v)
+        if frame.last: q = step.new_empty(out, *frame.size, inner).permute(0, 3, 1, 2)
+        else: q = step.new_empty(out, inner, *frame.size)
         bias = torch.empty_like(step)
-        ys = [None if p.sees is None else step.new_empty(out, p.sees[0], len(x)) for p in parts]
-        block, _alive = pack(frame, parts, given, x, ys, var, step)
+        block, _alive = pack(frame, parts, given, var, step)
         library(step.dtype).forward(block, address(q), address(bias))
-        stats = [t for p in parts for t in (p.mean, p.var)]
-        ctx.save_for_backward(x, var, step, *ys, *stats, *flat)
-        ctx.rest = frame, fixed, given
+        ctx.save_for_backward(var, step, *stats, *flat)
+        ctx.rest = frame, eps, given
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)   # nobody wants zeros for the statistics
         return q, bias, *stats
@@ -728,14 +514,16 @@ class MergeLSQ(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, by_q, by_bias, *_):
-        (frame, fixed, given), (x, var, step, *rest), n = ctx.rest, ctx.saved_tensors, len(ctx.rest[1])
-        ys, stats, flat = rest[:n], rest[n:3*n], rest[3*n:]
-        parts = [p._replace(mean=m, var=v) for p, m, v in zip(unpack(flat, fixed), stats[::2], stats[1::2])]
-        by = gradients_like(parts, given, x if ctx.needs_input_grad[2] else None, var, step)
-        by_q, by_bias = (step.new_zeros(shape) if g is None else g for g, shape in ((by_q, (len(step), len(var)//frame.groups, *frame.size)), (by_bias, step.shape)))
+        (frame, eps, given), (var, step, *rest) = ctx.rest, ctx.saved_tensors
+        n = 2*len(eps)
+        stats, flat = rest[:n], rest[n:]
+        parts = [p._replace(mean=m, var=v) for p, m, v in zip(unpack(flat, eps), stats[::2], stats[1::2])]
+        by = gradients_like(parts, given, var, step)
+        if by_q is None: by_q = step.new_zeros(len(step), len(var)//frame.groups, *frame.size)
+        if by_bias is None: by_bias = torch.zeros_like(step)
         by_q = by_q.contiguous(memory_format=torch.channels_last if frame.last else torch.contiguous_format)
         by_bias = by_bias.contiguous()
-        block, _alive = pack(frame, parts, given, x, ys, var, step, by)
+        block, _alive = pack(frame, parts, given, var, step, by)
         library(step.dtype).backward(block, address(by_q), address(by_bias))
         seen = {None}
         def total(t): # of the threads' sums; those that parts share are handed on once
@@ -743,16 +531,16 @@ class MergeLSQ(torch.autograd.Function):
             seen.add(t)
             return t.sum(0) if len(t) > 1 else t[0]
         def of(weight, gamma, windows, mean, var): return weight, gamma, by_bias, total(windows), None, mean, var # as in FIELDS
-        by_var, by_step, by_x = by.pop(None)
-        return None, None, None if by_x is None else total(by_x).permute(0, 3, 1, 2), total(by_var), by_step*frame.factor, *(t for g in by.values() for t in of(*g))
+        by_var, by_step = by.pop(None)
+        return None, None, total(by_var), by_step*frame.factor, *(t for g in by.values() for t in of(*g))
 
 # %% ../nbs/04_native.ipynb #771f6592
-def gradients_like(parts, given, x, var, step)->dict: # part -> weight, gamma, windows, mean, variance; None -> variance of the input, step, input
+def gradients_like(parts, given, var, step)->dict: # part -> weight, gamma, windows, mean, variance; None -> variance of the input, step
     "Room for all gradients; sums over output channels begin at zero, once for each thread"
     threads = torch.get_num_threads()
     rows = iter(step.new_empty(3*len(parts) + 1, len(step)).unbind(0))
-    by_x = None if x is None else x.new_zeros(threads, len(x), *x.shape[2:], x.shape[1])
-    by, sums = {None: (var.new_zeros(threads, len(var)), next(rows), by_x)}, {} # sums: means of the input, known by address and shape -> their gradient
+    by = {None: (var.new_zeros(threads, len(var)), next(rows))}
+    sums = {} # means of the input, known by address and shape -> their gradient
     for i, (p, g) in enumerate(zip(parts, given)):
         weight = None if p.weight is None else torch.empty_like(p.weight)
         key = None if p.windows is None else (address(p.windows), p.windows.shape)
@@ -764,22 +552,16 @@ def merge_quantize(
     parts,      # of `Part`
     var:Tensor, # (in,), variance of the input
     step:Tensor,# (out,), of the quantizer
-    frame:Frame,
-    x:Tensor=None # (batch, in, height, width): the input, if a part sees it
+    frame:Frame
 )->tuple: # weight (out, in/groups, kh, kw), bias (out,), [(mean, variance) of each part]
     "The quantized merged kernel of a sum of convolutions with batch norms, differentiable in all tensors"
     def tidy(t): return t if t is None or (t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)) else t.contiguous()
-    tensors, inner, out = [tidy(t) for p in parts for t in (*p[:3], *p[4:8])], len(var), len(step)
+    tensors, inner, out = [tidy(t) for p in parts for t in (*p[:3], *p[4:])], len(var), len(step)
     for name, t in [('input', var), *zip(FIELDS*len(parts), tensors)]:   # C would not notice
         if t is None: continue
         wanted = inner if name in ('windows', 'input') else out
         if t.dtype != step.dtype or not t.is_cpu or t.size(-1 if name == 'windows' else 0) != wanted:
             raise ValueError(f'{name} must be {step.dtype} on the CPU, for {wanted} channels, got {t.dtype} on {t.device} of shape {tuple(t.shape)}')
-    if any(p.sees for p in parts):
-        if inner % 64 or frame.groups > 1 or not all(p.weight.is_contiguous(memory_format=torch.channels_last) for p in parts if p.sees):
-            raise ValueError(f'statistics of the input itself need one group, channels last, and a multiple of 64 input channels, got {inner} in {frame.groups} groups')
-        if frame.half and not can_halve(step.dtype, len(x)): raise ValueError(f'there are no products in bfloat16 for {len(x)} pictures in {step.dtype} on this processor: see can_halve')
-        x = x.to(step.dtype).contiguous(memory_format=torch.channels_last)
-    else: x = None
-    q, bias, *stats = MergeLSQ.apply(frame, tuple((p.eps, p.sees) for p in parts), x, var.contiguous(), step.contiguous(), *tensors)
+    eps = tuple(p.eps for p in parts)
+    q, bias, *stats = MergeLSQ.apply(frame, eps, var.contiguous(), step.contiguous(), *tensors)
     return q, bias, list(zip(stats[::2], stats[1::2]))

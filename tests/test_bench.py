@@ -168,10 +168,10 @@ def test_operations_of_steps(monkeypatch):
 # -- targets
 
 def test_targets():
-    t = table_of(**{'QAT Plain': [1.], 'QAT RepQ-BNEst': [1.2], 'QAT RepQ-BNEst, all': [1.1], 'QAT RepQ-calibrated': [1.14], 'QAT RepQ-BN': [2.7], 'QAT RepQ-sampled': [1.5]})
+    t = table_of(**{'QAT Plain': [1.], 'QAT RepQ-BNEst': [1.28], 'QAT RepQ-BNEst, bfloat16': [1.2], 'QAT RepQ-BNEst, all': [1.1], 'QAT RepQ-calibrated': [1.14], 'QAT RepQ-BN': [2.7], 'QAT RepQ-sampled': [1.5]})
     t['relative'] = relative(t, 'QAT Plain')['median']
     judge(t, step_targets(Setting(), t), t.relative)
-    assert t.met.to_dict() == {'QAT Plain': '', 'QAT RepQ-BNEst': 'no', 'QAT RepQ-BNEst, all': 'must', 'QAT RepQ-calibrated': 'aim', 'QAT RepQ-BN': 'no', 'QAT RepQ-sampled': 'aim'}
+    assert t.met.to_dict() == {'QAT Plain': '', 'QAT RepQ-BNEst': 'no', 'QAT RepQ-BNEst, bfloat16': 'must', 'QAT RepQ-BNEst, all': 'must', 'QAT RepQ-calibrated': 'aim', 'QAT RepQ-BN': 'no', 'QAT RepQ-sampled': 'aim'}
     assert t.must['QAT RepQ-calibrated'] == pytest.approx(1.15) and t.must.isna()['QAT Plain']
     for more, met in ((.04, 'aim'), (.06, 'no')): # the median of the differences, whatever the medians are
         u = table_of(**{'QAT Plain': [1.]*3, 'QAT RepQ-BNEst, all': [1., 1.2, 1.4], 'QAT RepQ-calibrated': [1. + more, 1.5, 1.4 + more]})
