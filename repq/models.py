@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LAYERS', 'LINEAR', 'MODELS', 'layers_of', 'set_mode', 'RepNet', 'registered', 'build_model', 'scaled',
-           'check_positive', 'RepVGG', 'repvgg_a0', 'repvgg_b0', 'BasicBlock', 'orepa_7x7', 'ResNet', 'resnet18',
-           'sr_block', 'ECBSR', 'ecbsr', 'check_bits', 'rep_nets', 'layer_bits', 'merged_weight', 'output_shapes',
-           'LayerCost', 'Cost', 'cost', 'stage_box', 'draw_net']
+           'check_positive', 'check_strides', 'RepVGG', 'repvgg_a0', 'repvgg_b0', 'BasicBlock', 'orepa_7x7', 'ResNet',
+           'resnet18', 'sr_block', 'ECBSR', 'ecbsr', 'check_bits', 'rep_nets', 'layer_bits', 'merged_weight',
+           'output_shapes', 'LayerCost', 'Cost', 'cost', 'stage_box', 'draw_net']
 
 # %% ../nbs/07_models.ipynb #aa6a4ef1
 import copy
@@ -116,18 +116,26 @@ def check_positive(**numbers):
         kinds, least = ((int, float), 'a number above 0') if what in ('width', 'depth') else (int, 'a whole number of at least 1')
         if isinstance(n, bool) or not isinstance(n, kinds) or not 0 < n < float('inf'): raise ValueError(f'{what} must be {least}, got {n!r}')
 
+def check_strides(strides)->tuple: # five whole numbers; None for None
+    "Refuse strides that are not those of a stem and four stages"
+    if strides is None: return None
+    wrong = [s for s in strides if isinstance(s, bool) or not isinstance(s, int) or s < 1]
+    if len(strides) != 5 or wrong:
+        raise ValueError(f'strides must be five whole numbers of at least 1, of the stem and of each stage, got {strides!r}')
+    return tuple(strides)
+
 # %% ../nbs/07_models.ipynb #a3fdc969
 class RepVGG(RepNet):
     "A chain of blocks in five stages, average pooling, a linear layer"
     least_bits = dict(stem=(0, 8))
     notes = dict(stage4='average')
 
-    def __init__(self, depths, widths, n_classes, block, width, small_input, in_channels, depth=1.):
+    def __init__(self, depths, widths, n_classes, block, width, small_input, in_channels, depth=1., strides=None):
         check_positive(n_classes=n_classes, in_channels=in_channels, width=width, depth=depth)
         super().__init__()
         self.in_channels = in_channels
         stem, *channels = (scaled(c, width) for c in widths)
-        strides = (1, 1, 2, 2, 2) if small_input else (2, 2, 2, 2, 2)
+        strides = check_strides(strides) or ((1, 1, 2, 2, 2) if small_input else (2, 2, 2, 2, 2))
         self.stem = make_block(block, in_channels, stem, stride=strides[0])
         i = stem
         for n, (blocks, o, stride) in enumerate(zip(depths, channels, strides[1:]), 1):
@@ -152,10 +160,11 @@ def repvgg_a0(
     width:float=1.,          # multiplies all channels
     small_input:bool=False,  # for images of about 32×32: stem and stage 1 have stride 1
     in_channels:int=3,
-    depth:float=1.           # multiplies the blocks of each stage
+    depth:float=1.,          # multiplies the blocks of each stage
+    strides=None             # of the stem and of each stage, such as (2, 1, 2, 2, 1); by default as `small_input` says
 )->RepVGG:
     "RepVGG-A0 (Ding et al., CVPR 2021)"
-    return RepVGG((2, 4, 14, 1), (48, 48, 96, 192, 1280), n_classes, block, width, small_input, in_channels, depth)
+    return RepVGG((2, 4, 14, 1), (48, 48, 96, 192, 1280), n_classes, block, width, small_input, in_channels, depth, strides)
 
 @registered
 def repvgg_b0(
@@ -164,10 +173,11 @@ def repvgg_b0(
     width:float=1.,          # multiplies all channels
     small_input:bool=False,  # for images of about 32×32: stem and stage 1 have stride 1
     in_channels:int=3,
-    depth:float=1.           # multiplies the blocks of each stage
+    depth:float=1.,          # multiplies the blocks of each stage
+    strides=None             # of the stem and of each stage, such as (2, 1, 2, 2, 1); by default as `small_input` says
 )->RepVGG:
     "RepVGG-B0 (Ding et al., CVPR 2021)"
-    return RepVGG((4, 6, 16, 1), (64, 64, 128, 256, 1280), n_classes, block, width, small_input, in_channels, depth)
+    return RepVGG((4, 6, 16, 1), (64, 64, 128, 256, 1280), n_classes, block, width, small_input, in_channels, depth, strides)
 
 # %% ../nbs/07_models.ipynb #74760697
 class BasicBlock(nn.Module):
@@ -193,20 +203,21 @@ class ResNet(RepNet):
     least_bits = dict(stem=(8, 8))
     notes = dict(layer4='average')
 
-    def __init__(self, n_classes, block, width, small_input, in_channels, orepa_stem, depth=1.):
+    def __init__(self, n_classes, block, width, small_input, in_channels, orepa_stem, depth=1., strides=None):
         check_positive(n_classes=n_classes, in_channels=in_channels, width=width, depth=depth)
         super().__init__()
         self.in_channels = in_channels
         if block == 'orepa': self.least_bits = dict(stem=(8, 8), head=(8, 8))
         i, *channels = (scaled(c, width) for c in (64, 64, 128, 256, 512))
-        if small_input: self.stem, self.pool = (orepa if orepa_stem else plain)(in_channels, i), nn.Identity()
-        else:
-            self.stem = orepa_7x7(in_channels, i, 2) if orepa_stem else plain(in_channels, i, 7, 2)
-            self.pool = nn.MaxPool2d(3, 2, 1)
-            self.notes = dict(stem='max pool 3×3, stride 2', **self.notes)
-        for n, o in enumerate(channels, 1):
-            blocks = max(1, round(2*depth))
-            self.add_module(f'layer{n}', nn.Sequential(BasicBlock(block, i, o, 1 if n == 1 else 2), *(BasicBlock(block, o, o, 1) for _ in range(blocks - 1))))
+        strides = check_strides(strides) or (1 if small_input else 2, 1, 2, 2, 2)
+        if orepa_stem and block != 'plain': self.stem = orepa_7x7(in_channels, i, strides[0])
+        else: self.stem = plain(in_channels, i, 3 if small_input and not orepa_stem else 7, strides[0])
+        self.pool = nn.Identity() if small_input else nn.MaxPool2d(3, 2, 1)
+        if not small_input: self.notes = dict(stem='max pool 3×3, stride 2', **self.notes)
+        blocks = max(1, round(2*depth))
+        for n, (o, stride) in enumerate(zip(channels, strides[1:]), 1):
+            more = (BasicBlock(block, o, o, 1) for _ in range(blocks - 1))
+            self.add_module(f'layer{n}', nn.Sequential(BasicBlock(block, i, o, stride), *more))
             i = o
         self.exact = tuple(f'layer4.{blocks - 1}.{conv}' for conv in ('conv1', 'conv2'))
         self.head = nn.Linear(i, n_classes)
@@ -223,13 +234,14 @@ def resnet18(
     n_classes:int=1000,
     block:str='acnet',       # a key of `repq.blocks.BLOCKS`, in place of the 3×3 convolutions
     width:float=1.,          # multiplies all channels
-    small_input:bool=False,  # for images of about 32×32: a 3×3 stem of stride 1, no max pooling
+    small_input:bool=False,  # for images of about 32×32: a stem of stride 1, 3×3 unless it is OREPA's, no max pooling
     in_channels:int=3,
-    orepa_stem:bool=False,   # build the stem from OREPA blocks, as the official OREPA network does
-    depth:float=1.           # multiplies the blocks of each stage
+    orepa_stem:bool=False,   # the 7×7 stem of the official OREPA code, three OREPA 3×3; with block='plain' a plain 7×7
+    depth:float=1.,          # multiplies the blocks of each stage
+    strides=None             # of the stem and of each stage; by default as `small_input` says
 )->ResNet:
     "ResNet-18 (He et al., CVPR 2016): AC-ResNet-18, OREPA-ResNet-18 and any other"
-    return ResNet(n_classes, block, width, small_input, in_channels, orepa_stem, depth)
+    return ResNet(n_classes, block, width, small_input, in_channels, orepa_stem, depth, strides)
 
 # %% ../nbs/07_models.ipynb #0041d7b7
 def sr_block(block, i, o)->RepConv2d:

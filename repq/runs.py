@@ -405,8 +405,9 @@ def load_network(
     return load_weights(net, path).eval(), run
 
 def data_of(run:dict)->list: # batches
-    "Validation data as the run had it, for checks; needs the same data set"
+    "The data that the run was scored on, for checks: test images, or patches of validation; needs the same data set"
+    from repq.data import scoring_loader
     from repq.training import classifier_data, sr_data
     s = run['settings']
     if run['task'] == 'super_resolution': return list(sr_data(s['data'], s['patch'], s['batch_size'], s['steps_per_epoch'])[0].valid)
-    return list(classifier_data(s['data'], s['batch_size'], **s.get('loader', {})).valid)
+    return list(scoring_loader(classifier_data(s['data'], s['batch_size'], **s.get('loader', {}))))

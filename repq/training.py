@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['STAND_INS', 'pack_optimizer', 'unpack_optimizer', 'save_tensors', 'load_tensors', 'load_weights', 'random_state',
            'set_random_state', 'Workspace', 'classifier_data', 'imagenet_dls', 'stand_in', 'sr_data', 'estimate_1x1',
-           'full_precision_network', 'quantized_network', 'count_layers', 'schedule', 'check_finite', 'Keeper',
-           'is_best', 'save', 'resume', 'fit', 'commit', 'not_finite', 'finish', 'variance_errors']
+           'full_precision_network', 'quantized_network', 'count_layers', 'schedule', 'nesterov_step', 'sgd',
+           'torch_adam_step', 'adam', 'check_finite', 'Keeper', 'is_best', 'save', 'resume', 'fit', 'Pilot', 'pilot',
+           'commit', 'not_finite', 'finish', 'variance_errors']
 
 # %% ../nbs/19_training.ipynb #fad7283f
 import fcntl, json, math, os, platform, subprocess, time
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,7 +24,7 @@ import fastai.callback.progress # gives Learner no_bar
 from fastai.callback.schedule import ParamScheduler, SchedCos, SchedLin, combine_scheds, combined_cos
 from fastai.learner import Learner
 from fastai.metrics import accuracy
-from fastai.optimizer import SGD, Adam
+from fastai.optimizer import Optimizer, average_grad, l2_reg, momentum_step
 from . import data as repq_data
 from .files import read_json, sha256, write_json, write_whole
 from .branch import Conv, Norm
@@ -179,8 +181,42 @@ def schedule(
     "A learning rate over the training, for fastai's ParamScheduler"
     one_of(name, ('constant', 'cosine', 'one_cycle'), 'schedule')
     if name == 'constant': return {'lr': SchedLin(lr, lr)}
-    if name == 'one_cycle': return {'lr': combined_cos(0.25, lr/25, lr, lr/1e4), 'mom': combined_cos(0.25, 0.95, 0.85, 0.95)}
+    if name == 'one_cycle': return {'lr': combined_cos(0.25, lr/25, lr, lr/1e4)}
     return {'lr': combine_scheds([warmup, 1 - warmup], [SchedLin(lr/100, lr), SchedCos(lr, 0)]) if warmup else SchedCos(lr, 0)}
+
+# %% ../nbs/19_training.ipynb #c0de9e02
+def nesterov_step(p, lr, mom, grad_avg, **kwargs):
+    "A step from where the momentum will have led"
+    p.data.add_(p.grad.data.add(grad_avg, alpha=mom), alpha=-lr)
+
+def sgd(
+    params, lr:float,
+    mom:float=0.9,
+    wd:float=0.,        # added to the gradient
+    nesterov:bool=False
+)->Optimizer:
+    "Stochastic gradient descent as `torch.optim.SGD` has it"
+    return Optimizer(params, [l2_reg, average_grad, nesterov_step if nesterov else momentum_step], lr=lr, mom=mom, wd=wd)
+
+def torch_adam_step(p, lr, mom, sqr_mom, eps, grad_avg=None, sqr_avg=None, step=0, **kwargs)->dict: # the state
+    "A step of Adam, in the order in which torch computes it"
+    grad, step = p.grad.data, step + 1
+    if grad_avg is None: grad_avg, sqr_avg = torch.zeros_like(grad), torch.zeros_like(grad)
+    grad_avg.lerp_(grad, 1 - mom)
+    sqr_avg.mul_(sqr_mom).addcmul_(grad, grad, value=1 - sqr_mom)
+    root = (sqr_avg.sqrt()/(1 - sqr_mom**step)**0.5).add_(eps)
+    p.data.addcdiv_(grad_avg, root, value=-lr/(1 - mom**step))
+    return dict(grad_avg=grad_avg, sqr_avg=sqr_avg, step=step)
+
+def adam(
+    params, lr:float,
+    mom:float=0.9,
+    sqr_mom:float=0.999,
+    eps:float=1e-8,
+    wd:float=0.         # added to the gradient
+)->Optimizer:
+    "Adam as `torch.optim.Adam` has it"
+    return Optimizer(params, [l2_reg, torch_adam_step], lr=lr, mom=mom, sqr_mom=sqr_mom, eps=eps, wd=wd)
 
 # %% ../nbs/19_training.ipynb #c89de010
 def check_finite(what:str, value:float, epoch:int):
@@ -260,21 +296,73 @@ def fit(
     step_lr:float=None,         # learning rate of quantizers' steps; by default a tenth of `lr`
     bits:int=32,
     schedule_bits:dict=None,    # {epoch: bits} before the final ones
+    nesterov:bool=False,        # Nesterov's momentum, for 'sgd'
+    decay:str='weights',        # what decays: 'weights', or 'all' with norms and biases; steps never do
     **kwargs                    # of Keeper
 )->Keeper: # with the history; `net` holds the weights of the last epoch
     "Train a network, or go on where it was cut off"
-    opt = dict(sgd=partial(SGD, mom=0.9, decouple_wd=False), adam=Adam)[one_of(optimizer, ('sgd', 'adam'), 'optimizer')]
+    opt = dict(sgd=partial(sgd, nesterov=nesterov), adam=adam)[one_of(optimizer, ('sgd', 'adam'), 'optimizer')]
+    one_of(decay, ('weights', 'all'), 'decay')
     keeper = Keeper(work, **kwargs)
     cbs = [repq_data.FollowEpoch(), keeper, ParamScheduler(schedule(schedule_name, lr, warmup/max(1, epochs)))]
     if bits < 32:
         cbs.append(qat := QAT(bits, bits, step_lr=0.1 if step_lr is None else step_lr/lr, schedule=schedule_bits))
         if max(qat.plan) >= epochs: raise ValueError(f'{bits} bits begin with epoch {max(qat.plan) + 1} of {epochs}, so they would never be trained: train for more epochs, or shorten the stages before, {schedule_bits}')
-    learn = Learner(dls, net, loss, opt_func=opt, lr=lr, wd=weight_decay, metrics=metrics, cbs=cbs)
+    learn = Learner(dls, net, loss, opt_func=opt, lr=lr, wd=weight_decay, metrics=metrics, cbs=cbs, wd_bn_bias=decay == 'all')
     done = keeper.resume(learn)
     if done < epochs:
         with learn.no_bar(), learn.no_logging(): learn.fit(epochs, lr, start_epoch=done)
     elif bits < 32: learn.qat.catch_up()
     return keeper
+
+# %% ../nbs/19_training.ipynb #c0de9e06
+class Pilot(NamedTuple):
+    "What a trial training in full precision gave"
+    accuracy:float      # of the last epoch, on the held-out images
+    best_accuracy:float # of the best epoch, on the held-out images
+    best_epoch:int
+    cpu_seconds:float   # of training and validation
+    history:list        # one dict for each epoch: train_loss, valid_loss, metric (accuracy on the held-out images)
+    net:nn.Module       # with the weights of the last epoch
+
+def pilot(
+    model:str='repvgg_a0',
+    block:str='repvgg',
+    epochs:int=8,
+    lr:float=0.1,              # the highest
+    width:float=1.,
+    depth:float=1.,
+    strides=None,              # of the stem and of each stage
+    seed:int=100,              # tables use 0 and up
+    statistics:str='',         # of norms inside the blocks
+    data:str='cifar10',
+    root=None,                 # where the data is
+    loader:dict=None,          # for the data: by default `held_out=5000` of CIFAR-10, 160 of digits
+    batch_size:int=128,
+    weight_decay:float=5e-4,
+    label_smoothing:float=0.1,
+    nesterov:bool=True,
+    schedule_name:str='one_cycle',
+    warmup:float=0,            # epochs, for 'cosine'
+    decay:str='weights',
+    folder=None,               # keep a checkpoint here, and go on from it
+    max_steps:int=None,
+    small_input:bool=True,
+    **network                  # for the model, such as orepa_stem=True
+)->Pilot:
+    "Train a classifier in full precision and score it on held-out training images"
+    loader = dict(held_out=dict(cifar10=5000, digits=160).get(data, 0)) if loader is None else loader
+    dls = classifier_data(data, batch_size, seed, root, **loader)
+    shape = dict(width=width, depth=depth, strides=strides, small_input=small_input, n_classes=dls.c)
+    torch.manual_seed(seed)
+    net = full_precision_network(model, block, statistics, **shape, **network).to(dls.device)
+    loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
+    with Workspace(folder) as work:
+        keeper = fit(net, dls, loss, accuracy, work, epochs, lr, 'sgd', schedule_name, warmup, weight_decay,
+                     nesterov=nesterov, decay=decay, max_steps=max_steps)
+    scores = [h['metric'] for h in keeper.history]
+    best = max(scores, default=0.)
+    return Pilot(scores[-1] if scores else 0., best, scores.index(best) + 1 if scores else 0, keeper.spent, keeper.history, net)
 
 # %% ../nbs/19_training.ipynb #d0863648
 def commit()->str:

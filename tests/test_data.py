@@ -106,6 +106,50 @@ def test_cifar10(cache):
     assert x.mean().abs() < .05 and abs(x.std() - 1) < .05
 
 
+@needs('cifar10')
+def test_held_out_images_of_cifar10(cache):
+    "5,000 training images, 500 of each class, the same for every seed and size; none of them trains, and the test set is whole"
+    def loaders(**kw): return [l.dataset for l in D.cifar10_dls(data_folder(), cache=cache, held_out=5000, **kw).loaders]
+    whole = D.cifar10_dls(data_folder(), cache=cache)
+    train, held, test = loaders()
+    assert [len(s) for s in (train, held, test)] == [45_000, 5_000, 10_000] and held.y.bincount().tolist() == [500]*10
+    assert torch.equal(test.x, whole.valid.dataset.x) and torch.equal(test.y, whole.valid.dataset.y)
+    for kw in (dict(seed=7), dict(n_train=1000), dict(batch_size=32)): assert torch.equal(loaders(**kw)[1].x, held.x)
+    def seen(*sets): return sorted(hash(img.numpy().tobytes()) for s in sets for img in s.x)
+    assert seen(train, held) == seen(whole.train.dataset)
+    assert held.pad == test.pad == 0 and not held.flip and train.pad == 4 and train.flip
+
+
+def test_held_out_digits():
+    dls = D.digits_dls(held_out=160)
+    train, held, test = (l.dataset for l in dls.loaders)
+    assert [len(s) for s in (train, held, test)] == [1280, 160, 357] and max(held.y.bincount()) - min(held.y.bincount()) <= 2
+    whole = D.digits_dls()
+    assert torch.equal(test.x, whole.valid.dataset.x) and D.scoring_loader(dls).dataset is test and D.scoring_loader(whole) is whole.valid
+    refuses(ValueError, '1440 images to be held out of 1440', D.digits_dls, held_out=1440)
+
+
+def test_both_arms_of_a_pair_see_the_same_images():
+    "Whatever the network draws from the global generator: the same order, the same crops, in every epoch"
+    def epochs(draws):
+        dls, found = D.digits_dls(seed=3, held_out=160), []
+        for _ in range(2):
+            for batch in dls.train: torch.rand(draws); found.append(batch)
+        return [torch.cat(t) for t in zip(*found)]
+    for a, b in zip(epochs(1), epochs(1000)): assert torch.equal(a, b)
+
+
+def test_a_flipped_bit_in_the_cache(tmp_path):
+    make = lambda: {'x': torch.arange(100)}
+    D.cached(make, 'a', 'k', tmp_path)
+    path = D.cache_path('a', 'k', tmp_path)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 4
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match='a-k.safetensors is damaged .*digest.* it is made again'): assert torch.equal(D.cached(make, 'a', 'k', tmp_path)['x'], make()['x'])
+    assert torch.equal(D.cached(lambda: 1/0, 'a', 'k', tmp_path)['x'], make()['x'])
+
+
 # Epochs
 
 SETS = dict(digits=lambda seed: D.digits_dls(seed=seed), photos=lambda seed: D.photo_dls(steps_per_epoch=4, seed=seed))

@@ -8,6 +8,7 @@ from repq.blocks import BLOCKS
 from repq.layer import RepConv2d
 from repq.models import (MODELS, RepVGG, build_model, cost, draw_net, ecbsr, layer_bits, layers_of, output_shapes, repvgg_a0, repvgg_b0, resnet18,
                          scaled, set_mode)
+from repq.qat import merge
 from repq.testing import assert_modes_agree, assert_same, randomize_bn
 
 NARROW = dict(                       # name -> arguments of a narrow network, shape of its input, shape of its output
@@ -50,9 +51,20 @@ def test_branches_equal_merged(name, block):
 @pytest.mark.parametrize('small_input', [False, True])
 def test_orepa_stem(small_input):
     net = randomize_bn(narrow('resnet18', 'orepa', orepa_stem=True, small_input=small_input).double())
-    assert net.stem.kernel_size == ((3, 3) if small_input else (7, 7))
+    assert net.stem.kernel_size == (7, 7) and net.stem.stride == ((1, 1) if small_input else (2, 2))
     for training in (True, False): assert_modes_agree(net.train(training), torch.randn(3, 3, 16, 24).double())
-    assert count(narrow('resnet18', orepa_stem=True)) > count(narrow('resnet18'))
+    assert count(narrow('resnet18', 'acnet', orepa_stem=True)) > count(narrow('resnet18', 'acnet'))
+    merged, counterpart = (merge(n.eval()) for n in (net, narrow('resnet18', 'plain', orepa_stem=True, small_input=small_input)))
+    assert {n: t.shape for n, t in merged.state_dict().items()} == {n: t.shape for n, t in counterpart.state_dict().items()}
+
+
+def test_strides():
+    net = repvgg_a0(10, width=1/8, depth=1/4, strides=[2, 1, 2, 2, 1])
+    assert [m.stride[0] for m in (net.stem, *(s[0] for s in (net.stage1, net.stage2, net.stage3, net.stage4)))] == [2, 1, 2, 2, 1]
+    net = narrow('resnet18', small_input=True, strides=(2, 1, 2, 2, 1))
+    assert [m.stride[0] for m in (net.stem, *(l[0].conv1 for l in (net.layer1, net.layer2, net.layer3, net.layer4)))] == [2, 1, 2, 2, 1]
+    for wrong in ((2, 1, 2), (2, 1, 2, 0, 1), (2, 1, 2, 1., 1)):
+        with pytest.raises(ValueError, match='strides must be five whole numbers'): repvgg_b0(strides=wrong)
 
 
 def shallow(name, block):

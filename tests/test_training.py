@@ -7,7 +7,7 @@ pytest.importorskip('fastai')
 from fastai.metrics import accuracy
 from fastai.torch_core import defaults
 from repq.data import digits_dls
-from repq.training import Keeper, Workspace, finish, fit, full_precision_network, load_tensors, quantized_network, save_tensors
+from repq.training import Keeper, Workspace, adam, finish, fit, full_precision_network, load_tensors, pack_optimizer, pilot, quantized_network, save_tensors, sgd, unpack_optimizer
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -147,3 +147,77 @@ def test_a_metric_that_is_no_number_is_no_record(tmp_path):
     assert not (tmp_path/'record.json').exists() and not (tmp_path/'weights.safetensors').exists()
     with Workspace(tmp_path) as work: finish(work, dict(task='super_resolution'), dict(psnr=dict(Set5=29., B100=30.)), {}, network())
     assert json.loads((tmp_path/'record.json').read_text())['metrics']['psnr']['Set5'] == 29.
+
+
+OPTIMIZERS = dict(adam=(adam, torch.optim.Adam, {}), sgd=(sgd, torch.optim.SGD, dict(momentum=0.9)),
+                  nesterov=(lambda *a, **k: sgd(*a, nesterov=True, **k), torch.optim.SGD, dict(momentum=0.9, nesterov=True)))
+
+def a_step(net, opt, i):
+    "A step with another batch and another learning rate each time"
+    torch.manual_seed(i)
+    x = torch.rand(4, 1, 12, 12)
+    (net(x) - F.interpolate(x, scale_factor=2)).abs().mean().backward()
+    if hasattr(opt, 'set_hyper'): opt.set_hyper('lr', 1e-3*(1 + i))
+    else: opt.param_groups[0]['lr'] = 1e-3*(1 + i)
+    opt.step(); opt.zero_grad()
+
+def ecbsr_net():
+    torch.manual_seed(0)
+    return full_precision_network('ecbsr', 'ecb', blocks=2, channels=4)
+
+
+@pytest.mark.parametrize('wd', [0., 0.01])
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_optimizers_are_those_of_torch(name, wd):
+    "Twenty steps, equal to the bit"
+    ours, theirs, kwargs = OPTIMIZERS[name]
+    nets = ecbsr_net(), ecbsr_net()
+    opts = ours(list(nets[0].parameters()), lr=1e-3, wd=wd), theirs(nets[1].parameters(), lr=1e-3, weight_decay=wd, **kwargs)
+    for i in range(20):
+        for net, opt in zip(nets, opts): a_step(net, opt, i)
+    for (n, p), q in zip(nets[0].named_parameters(), nets[1].parameters()): assert torch.equal(p, q), n
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_an_optimizer_goes_on_from_its_checkpoint(tmp_path, name):
+    make = OPTIMIZERS[name][0]
+    whole, part = ecbsr_net(), ecbsr_net()
+    opt, first = make(list(whole.parameters()), lr=1e-3), make(list(part.parameters()), lr=1e-3)
+    for i in range(6): a_step(whole, opt, i)
+    for i in range(3): a_step(part, first, i)
+    tensors, rest = pack_optimizer(first)
+    save_tensors(tmp_path/'opt.safetensors', tensors, rest)
+    again = make(list(part.parameters()), lr=1e-3)
+    unpack_optimizer(again, *load_tensors(tmp_path/'opt.safetensors'))
+    for i in range(3, 6): a_step(part, again, i)
+    for (n, p), q in zip(whole.named_parameters(), part.named_parameters()): assert torch.equal(p, q[1]), n
+
+
+@pytest.mark.parametrize('bits', [32, 4])
+@pytest.mark.parametrize('decay', ['weights', 'all'])
+def test_what_decays(bits, decay):
+    "Without a gradient only decay moves a parameter: weights shrink, norms and biases only if asked for, steps never"
+    net = network()
+    if bits < 32: net = quantized_network(net, 'repq', bits, 'batch')
+    dls, nothing = digits_dls(360), lambda pred, y: pred.sum()*0.
+    if bits < 32: net.train()(dls.one_batch()[0])   # the first batch initialises the steps
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    fit(net, dls, nothing, accuracy, Workspace(), 1, 0.1, schedule_name='constant', weight_decay=0.01, bits=bits, step_lr=0.1, nesterov=True, decay=decay)
+    moved = {n for n, p in net.named_parameters() if not torch.equal(p, before[n])}
+    weights = {n for n, p in net.named_parameters() if n.endswith('weight') and p.ndim > 1}
+    norms = {n for n, p in net.named_parameters() if '.bn.weight' in n}
+    assert weights and norms and moved == weights | (norms | {'head.bias'} if decay == 'all' else set())   # the others begin at zero
+
+
+def test_a_pilot_never_sees_a_test_image(monkeypatch):
+    "It scores held-out training images; the options reach the training"
+    import repq.data as D
+    seen = []
+    batch = D.ImageSet.batch
+    monkeypatch.setattr(D.ImageSet, 'batch', lambda self, i, draws=None: (seen.append(len(self)), batch(self, i, draws))[1])
+    def train(**kw): return pilot('repvgg_a0', 'repvgg', 2, data='digits', width=1/8, depth=1/4, strides=(1, 1, 2, 2, 1), batch_size=64, in_channels=1, **kw)
+    p = train()
+    assert set(seen) == {1280, 160} and len(p.history) == 2 and p.accuracy == p.history[-1]['metric'] > .3 and p.cpu_seconds > 0
+    assert p.best_accuracy == p.history[p.best_epoch - 1]['metric'] == max(h['metric'] for h in p.history)
+    assert train().history == p.history
+    for other in (dict(nesterov=False), dict(label_smoothing=0.), dict(weight_decay=0.), dict(lr=.05), dict(seed=101)): assert train(**other).history != p.history
