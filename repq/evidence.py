@@ -97,7 +97,7 @@ def paper_value(
     return PAPER.get(table, {}).get(row, {}).get(column)
 
 # %% ../nbs/21_evidence.ipynb #3112ceba
-NEEDED = {'2': ('best_accuracy', 'best_epoch', 'accuracy', 'valid_size', 'chance'), '3': ('psnr', 'bicubic', 'per_image', 'images'), '4': ('relative', 'seconds', 'rounds', 'shape')}
+NEEDED = {'2': ('best_accuracy', 'best_epoch', 'accuracy', 'test_size', 'chance'), '3': ('psnr', 'bicubic', 'per_image', 'images'), '4': ('relative', 'seconds', 'rounds', 'shape')}
 
 def value_of(record:dict, table:str, column:str)->float:
     "The number that a record has for a column of a table: percent, dB, percent of the plain network's time"
@@ -228,10 +228,10 @@ def difference(a:Measured, b:Measured)->Interval: # None: no error can be told
     if not seeds: return None
     ra, rb, column = a.found[seeds[0]].record['metrics'], b.found[seeds[0]].record['metrics'], a.address[2]
     d = [a.values[s] - b.values[s] for s in seeds]
-    if len(seeds) > 1: return t_interval(d, f'{len(seeds)} seeds', 100/ra['valid_size'] if 'valid_size' in ra else 0.)
-    if 'valid_size' in ra:
-        (pa, va), (pb, vb) = (binomial(m['best_accuracy'], m['valid_size']) for m in (ra, rb))
-        return Interval(d[0], 100*sqrt(va + vb), how=f'one seed, {ra["valid_size"]:,} validation images', centre=100*(pa - pb))
+    if len(seeds) > 1: return t_interval(d, f'{len(seeds)} seeds', 100/ra['test_size'] if 'test_size' in ra else 0.)
+    if 'test_size' in ra:
+        (pa, va), (pb, vb) = (binomial(m['best_accuracy'], m['test_size']) for m in (ra, rb))
+        return Interval(d[0], 100*sqrt(va + vb), how=f'one seed, {ra["test_size"]:,} test images', centre=100*(pa - pb))
     if 'psnr' in ra: return image_difference([(ra, rb, column)])
     ta, tb = time_taken(a), time_taken(b)
     return ta and tb and Interval(d[0], sqrt(ta.error**2 + tb.error**2), min(ta.df, tb.df), ta.how)
@@ -257,7 +257,7 @@ def spread(m:Measured, results:Results)->str:
     if m.address[0] == '4': return show_error(time_taken(m).error, 0) if time_taken(m) else ''
     if m.address[0] != '3':
         metrics = m.record['metrics']
-        return show_error(100*sqrt(binomial(metrics['best_accuracy'], metrics['valid_size'])[1]))
+        return show_error(100*sqrt(binomial(metrics['best_accuracy'], metrics['test_size'])[1]))
     fp = results.measured(('3', ('32', ''), m.address[2]))
     d = difference(m, fp) if fp.address != m.address and fp.values else None
     return show_error(d.error) if d else ''

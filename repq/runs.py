@@ -92,8 +92,9 @@ PROFILES = {
 SEEDS = dict(smoke=1, cpu=3, paper=1)
 
 _short = dict(optimizer='sgd', schedule='one_cycle', warmup=0, weight_decay=1e-4, label_smoothing=0., lr=0.1, lr_quantized=0.02, threads=1, compiled='native')
-_digits = dict(_short, data='digits', batch_size=64)
-_cifar = dict(_short, data='cifar10', batch_size=128, epochs=10, epochs_quantized=5, loader=dict(n_train=20_000, n_valid=10_000))
+_digits = dict(_short, data='digits', batch_size=64, loader=dict(held_out=160))
+_cifar = dict(_short, data='cifar10', batch_size=128, epochs=10, epochs_quantized=5, nesterov=True, label_smoothing=0.1, weight_decay=5e-4,
+              loader=dict(held_out=5000))
 _imagenet = dict(data='imagenet', threads=0, compiled=True, loader=dict(size=224))
 SETTINGS = {
     'smoke': {
@@ -109,10 +110,11 @@ SETTINGS = {
                       lr=4e-3, lr_quantized=2e-3, threads=1, compiled=False),
         'time': dict(batch=16, size=128, rounds=7, network={}, threads=1, compiled=True)},
     'paper': {
-        'repvgg': dict(_imagenet, network={}), 'acnet': dict(_imagenet, network={}), 'orepa': dict(_imagenet, network={}),
+        'repvgg': dict(_imagenet, network={}), 'acnet': dict(_imagenet, network={}), 'orepa': dict(_imagenet, network=dict(orepa_stem=True)),
         'ecbsr': dict(data='div2k', patch=64, steps_per_epoch=1600, threads=0, compiled=True), # steps: 800 pictures, each 64 times, as the official code; the paper does not say
         'time': dict(batch=128, size=224, rounds=15, network={}, threads=0, compiled=True)}}
-for profile in ('smoke', 'cpu'): SETTINGS[profile]['orepa'] = SETTINGS[profile]['acnet']
+for profile in ('smoke', 'cpu'): # OREPA: as ACNet, with the stem of the official code
+    SETTINGS[profile]['orepa'] = SETTINGS[profile]['acnet'] | dict(network=SETTINGS[profile]['acnet']['network'] | dict(orepa_stem=True))
 
 # %% ../nbs/20_runs.ipynb #73a12098
 @lru_cache(maxsize=None)
@@ -137,7 +139,7 @@ def settings_for(
     lr, quantized, epochs = s.pop('lr'), s.pop('lr_quantized'), s.pop('epochs_quantized', s['epochs'])
     warm = {k: s.pop(k) for k in ('warm_bits', 'warm_epochs') if k in s}
     if strategy == 'fp': return s | dict(lr=lr) | changes
-    if strategy == 'ptq': return {k: s[k] for k in s if k not in ('epochs', 'optimizer', 'schedule', 'warmup', 'weight_decay', 'label_smoothing')} | changes
+    if strategy == 'ptq': return {k: s[k] for k in s if k not in ('epochs', 'optimizer', 'schedule', 'warmup', 'weight_decay', 'label_smoothing', 'nesterov', 'decay')} | changes
     scale = quantized/s1['lr_quantized']
     s |= dict(epochs=epochs, lr=(s1['lr_merged8'] if (strategy, bits) == ('merged', 8) else s1['lr_quantized'])*scale, step_lr=s1['step_lr'][bits]*scale)
     return s | (warm if bits < 4 else {}) | changes
@@ -217,7 +219,9 @@ def table_4(profile:str, seeds:int=1)->list:
     found = []
     for name, block, own, ours in [('ACNets', 'acnet', TIME_COLUMNS[:3] + TIME_COLUMNS[4:], ('QAT RepQ-calibrated', 'QAT RepQ-sampled')), ('OREPA', 'orepa', TIME_COLUMNS[:4], ())]:
         methods = [c.removeprefix('QAT ') for c in own[3:]] if profile == 'smoke' else None
-        run = Run('time', 'resnet18', block, 'time', 4, 0, profile, SETTINGS[profile]['time'] | dict(methods=methods))
+        own_settings = dict(SETTINGS[profile]['time'], methods=methods)
+        if block == 'orepa': own_settings['network'] = own_settings['network'] | dict(orepa_stem=True)
+        run = Run('time', 'resnet18', block, 'time', 4, 0, profile, own_settings)
         found += [Cell('4', (name,), c, (run,) if c in own else (), False, '' if c in own else 'does not apply to this block') for c in TIME_COLUMNS]
         found += [Cell('4', (name,), c, (run,), True) for c in ours]
     return found

@@ -53,7 +53,7 @@ def our_item(m:Measured, results:Results, style='')->Item:
 def details(m:Measured)->str:
     "What the record says beside the number"
     k = m.record['metrics']
-    if 'best_accuracy' in k: return f'best epoch {k["best_epoch"]}: {100*k["best_accuracy"]:.2f}; last epoch: {100*k["accuracy"]:.2f}'
+    if 'best_accuracy' in k: return f'best epoch {k["best_epoch"]}: {100*k["best_accuracy"]:.2f}; last epoch: {100*k["accuracy"]:.2f} (test images)'
     if 'psnr' in k: return f'last epoch; bicubic: {k["bicubic"][m.address[2]]:.2f} dB'
     return f'{k["seconds"][m.address[2]]["median"]:.3g} s, {k["rounds"]} rounds'
 
@@ -65,21 +65,23 @@ def paper_item(address, style='')->Item:
 # %% ../nbs/22_tables.ipynb #1ec7a9bd
 TITLES = {'1': 'which stage is re-parametrized', '2': 'top-1 accuracy of quantization strategies', '3': 'PSNR of ECBSR-m4c8, twofold super-resolution',
           '4': 'training time on ResNet-18, relative to the plain network', 'S1': 'hyper-parameters', 'side': 'Side experiments of the supplement'}
-MEASURES = {'2': 'Accuracy in %, of the best validation epoch, as in the paper', 'side': 'Accuracy in %, of the best validation epoch',
+MEASURES = {'2': 'Test accuracy in %, of the best epoch', 'side': 'Test accuracy in %, of the best epoch',
             '3': 'PSNR in dB, of the last epoch', '4': 'Time of a training step in % of the plain network’s'}
 
 def caption(number:str, results:Results, measured:list)->str:
     "What a table of results shows"
     m = next((m for m in measured if m.values), None)
     k, text = m.record['metrics'] if m else {}, [MEASURES[number] + '.']
-    if 'valid_size' in k: text.append(f'Ours: {m.cell.runs[0].settings["data"]}, {k["valid_size"]:,} validation images, chance is {100*k["chance"]:.0f} %; the paper: ImageNet.')
+    if 'test_size' in k:
+        text.append(f'The epoch was chosen on {k["valid_size"]:,} images held out of the training set.' if k.get('held_out') else 'The epoch was chosen on the test images, as in the paper.')
+        text.append(f'Ours: {m.cell.runs[0].settings["data"]}, {k["test_size"]:,} test images, chance is {100*k["chance"]:.0f} %; the paper: ImageNet.')
     if number == '3' and k.get('stand_ins'):
         text.append('Ours: no benchmark sets in this profile, each column is a photograph that stands in: ' + ', '.join(f'{s}: {p}' for s, p in k['stand_ins'].items()) + '.')
     elif number == '3' and k: text.append('Ours: ' + ', '.join(f'{s}: {n} images' for s, n in k['images'].items()) + '.')
     if number == '4' and k: text.append(f'Ours: median of {k["rounds"]} rounds in turns, ± its standard error, batch of shape {"×".join(map(str, k["shape"]))}. FP Re-parametrized runs every branch of ACNets, and one merged convolution of OREPA, as their authors do.')
     counts = {len(m.values) for m in measured if m.values and number != '4'}
     if counts - {1}: text.append(f'± is the standard deviation over {max(counts)} seeds.')
-    if 1 in counts: text.append('One seed: ± is ' + ('the binomial standard error of the validation set; the luck of training is not in it.' if 'valid_size' in k else
+    if 1 in counts: text.append('One seed: ± is ' + ('the binomial standard error of the test set; the luck of training is not in it.' if 'test_size' in k else
                           'the standard error, over images, of the difference from full precision; with one image there is none.'))
     if any(m.cell.beyond for m in measured): text.append('† ours, beyond the paper.')
     return ' '.join(text)

@@ -24,7 +24,7 @@ def metrics_of(run, images=5, n=10_000):
         return dict(psnr=psnr, bicubic={s: 31. for s in psnr}, per_image=per_image, images={s: images for s in psnr}, stand_ins=stand_ins)
     a = ACCURACY[run.strategy] - loss + .002*noise.random() + .004*(run.statistics == 'estimate' and run.bits == 4)
     errors = {f'stage1.{i}': .05 + .02*i + noise.random()*.03 for i in range(8)} if run.statistics == 'estimate' else {}
-    return dict(accuracy=a - .004, best_accuracy=a, best_epoch=3, valid_size=n, chance=.1, variance_error=errors)
+    return dict(accuracy=a - .004, best_accuracy=a, best_epoch=3, valid_accuracy=[a], test_size=n, valid_size=n//2, held_out=True, chance=.1, variance_error=errors)
 
 
 def record_of(run, metrics):

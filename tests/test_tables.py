@@ -44,7 +44,7 @@ def test_little_is_loaded():
 def test_numbers_come_from_the_best_epoch(whole):
     run = run_at(accuracy('RepVGG-A0', 'RepQ-BN', '8'))
     m, item = metrics_of(run, images=1), row(table(2, 'smoke', whole, 1), 'RepVGG-A0', 'RepQ-BN')[2]
-    error = 100*math.sqrt(m['best_accuracy']*(1 - m['best_accuracy'])/m['valid_size'])
+    error = 100*math.sqrt(m['best_accuracy']*(1 - m['best_accuracy'])/m['test_size'])
     assert item.text == f'{100*m["best_accuracy"]:.2f} ± {error:.2f}' and item.links == (f'{run.id}/notebook.ipynb',)
     assert f'last epoch: {100*m["accuracy"]:.2f}' in item.title
     assert row(table(2, 'smoke', whole, 1), 'RepVGG-A0', 'RepQ-BN')[3].text == '73.11'
@@ -161,7 +161,7 @@ def test_equal_scores_are_not_certain(seeds3, tmp_path):
     "Two methods with the same accuracy in all seeds: the difference is not known to be zero"
     root = Path(shutil.copytree(seeds3, tmp_path/'r'))
     for s in range(3):
-        for method in ('Plain', 'Merged', 'RepQ-BN', 'RepQ-BNEst'): change(root, run_at(accuracy('RepVGG-A0', method, '8'), s, seeds=3), best_accuracy=.9, valid_size=360)
+        for method in ('Plain', 'Merged', 'RepQ-BN', 'RepQ-BNEst'): change(root, run_at(accuracy('RepVGG-A0', method, '8'), s, seeds=3), best_accuracy=.9, test_size=360)
     assert verdict(root, A0_8, seeds=3).verdict == OPEN
 
 
@@ -176,7 +176,7 @@ def test_seeds_of_the_last_batch_are_the_default(seeds3, tmp_path):
 
 @pytest.mark.parametrize('repq, expected', [(.93, HOLDS), (.912, OPEN), (.88, FAILS)])
 def test_verdict_follows_the_numbers(batch, repq, expected):
-    for method, a in {'Plain': .90, 'Merged': .91, 'RepQ-BN': repq, 'RepQ-BNEst': repq}.items(): change(batch, run_at(accuracy('RepVGG-A0', method, '8')), best_accuracy=a, valid_size=10_000)
+    for method, a in {'Plain': .90, 'Merged': .91, 'RepQ-BN': repq, 'RepQ-BNEst': repq}.items(): change(batch, run_at(accuracy('RepVGG-A0', method, '8')), best_accuracy=a, test_size=10_000)
     v = verdict(batch, A0_8)
     assert v.verdict == expected and v.paper == 'holds'
     mid, low, high = v.interval
@@ -275,7 +275,7 @@ def test_rows_beyond_the_paper_and_side_experiments(cpu):
     labels = [l for l, _ in found['side'].rows]
     assert ('Merged 8-bit RepVGG-A0, learning rate', 'tenfold: 0.02') in labels and ('full-precision RepVGG-A0, norms that estimate', 'only on 1×1') in labels
     assert [row(found['side'], *labels[i])[1].text for i in (0, 1)] == ['68.65', '69.21']
-    for address, a in ((1, .9), (0, .8)): write_run(cpu, run_at(list(a for a in Results('cpu', cpu, 1).cells if a[0] == 'side')[address], profile='cpu'), dict(best_accuracy=a, accuracy=a, best_epoch=1, valid_size=10_000, chance=.1))
+    for address, a in ((1, .9), (0, .8)): write_run(cpu, run_at(list(a for a in Results('cpu', cpu, 1).cells if a[0] == 'side')[address], profile='cpu'), dict(best_accuracy=a, accuracy=a, best_epoch=1, test_size=10_000, chance=.1))
     assert verdict(cpu, 'Merged 8-bit RepVGG-A0 gains from a tenfold smaller learning rate', 'cpu').verdict == HOLDS
 
 

@@ -221,3 +221,41 @@ def test_a_pilot_never_sees_a_test_image(monkeypatch):
     assert p.best_accuracy == p.history[p.best_epoch - 1]['metric'] == max(h['metric'] for h in p.history)
     assert train().history == p.history
     for other in (dict(nesterov=False), dict(label_smoothing=0.), dict(weight_decay=0.), dict(lr=.05), dict(seed=101)): assert train(**other).history != p.history
+
+
+def run_classifier(**changes):
+    "The experiment's notebook, cell by cell, in this process; its names at the end"
+    import matplotlib
+    matplotlib.use('Agg')
+    from repq.runs import experiments
+    cells = json.loads((experiments()/'classify.ipynb').read_text(encoding='utf-8'))['cells']
+    names = {}
+    for c in cells:
+        if c['cell_type'] != 'code': continue
+        exec(''.join(c['source']), names)
+        if 'parameters' in c['metadata'].get('tags', []): names['settings'] = names['settings'] | changes
+    return names
+
+
+def test_the_test_images_are_scored_once(monkeypatch):
+    "Held-out images choose the epoch; test images are looked at after the training, with the last and with the best weights"
+    import repq.data as D
+    seen, batch = [], D.ImageSet.batch
+    monkeypatch.setattr(D.ImageSet, 'batch', lambda self, i, draws=None: (seen.append((len(self), len(i))), batch(self, i, draws))[1])
+    names = run_classifier(epochs=4)
+    m = names['record']['metrics']
+    tests = [i for i, (size, _) in enumerate(seen) if size == 357]
+    assert sum(n for size, n in seen if size == 357) == 2*357 and tests[0] > max(i for i, (size, _) in enumerate(seen) if size == 160)
+    assert m['valid_accuracy'] == [h['metric'] for h in names['keeper'].history] and len(m['valid_accuracy']) == 4
+    assert m['best_epoch'] == max(range(4), key=lambda e: (m['valid_accuracy'][e], e)) + 1
+    assert (m['test_size'], m['valid_size'], m['held_out']) == (357, 160, True)
+    x, y = map(torch.cat, zip(*D.scoring_loader(names['dls'])))
+    names['net'].load_state_dict(names['keeper'].best)
+    assert accuracy(names['net'].eval()(x), y).item() == pytest.approx(m['best_accuracy'], abs=1e-6)
+
+
+def test_without_held_out_images_validation_is_the_test():
+    "As in the paper"
+    m = run_classifier(epochs=2, loader={})['record']['metrics']
+    assert (m['test_size'], m['valid_size'], m['held_out']) == (357, 357, False)
+    assert m['best_accuracy'] == pytest.approx(max(m['valid_accuracy']), abs=1e-6) and m['accuracy'] == pytest.approx(m['valid_accuracy'][-1], abs=1e-6)
