@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['HEADER', 'ROWS', 'MEASURE', 'MERGE', 'FORWARD', 'BACKWARD_LSQ', 'BACKWARD_TAPS', 'PUT', 'BACKWARD_LINES',
            'BACKWARD_PART', 'BACKWARD', 'SOURCE', 'OPTIONS', 'DEFINES', 'PACKED', 'FIELDS', 'processor', 'cache_folder',
-           'build', 'library', 'Part', 'Frame', 'tap_table', 'address', 'pack', 'unpack', 'MergeLSQ', 'gradients_like',
-           'merge_quantize']
+           'find_compiler', 'compile_source', 'digest_file', 'digest', 'open_library', 'open_kept', 'build',
+           'keep_library', 'kept_at', 'load', 'library', 'Part', 'Frame', 'tap_table', 'address', 'pack', 'unpack',
+           'MergeLSQ', 'gradients_like', 'merge_quantize']
 
 # %% ../nbs/04_native.ipynb #3a6cb3f1
 import ctypes, hashlib, os, platform, shlex, shutil, subprocess, tempfile, warnings
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from .files import sha256, write_whole
 
 # %% ../nbs/04_native.ipynb #bedec43a
 HEADER = '''
@@ -373,37 +375,94 @@ def processor()->str:
     except OSError: lines = []
     return next((l for l in lines if l.startswith(('flags', 'Features'))), '') + platform.machine() + platform.processor()
 
-def cache_folder()->Path:
-    "Where compiled code is kept: a folder of the user's own, or a new temporary one"
+def cache_folder()->Path: # or None
+    "Where compiled code is kept: a folder of the user's own that nobody else can write to"
     folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'repq'
-    try: folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError): return Path(tempfile.mkdtemp(prefix='repq-'))
-    ours = not hasattr(os, 'getuid') or (folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022)
-    return folder if ours and os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix='repq-'))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        about = folder.stat()
+    except (OSError, RuntimeError): return None
+    ours = not hasattr(os, 'getuid') or (about.st_uid == os.getuid() and not about.st_mode & 0o022)
+    return folder if ours and os.access(folder, os.W_OK) else None
 
 # %% ../nbs/04_native.ipynb #e2c1550b
-def build(
+def find_compiler()->str:
+    "What the environment names as `CC`, or the first of cc, gcc, clang"
+    found = os.environ.get('CC') or next(filter(None, map(shutil.which, ('cc', 'gcc', 'clang'))), None)
+    if found is None: raise RuntimeError('no C compiler (cc, gcc, clang)')
+    return found
+
+def compile_source(
     dtype,        # torch.float32 or torch.float64
-    compiler=None # by default the first of cc, gcc, clang
-)->Path:
+    compiler:str, # a command, perhaps with options
+    to:Path       # file to write
+):
     "Compile the source; raises RuntimeError with what the compiler said"
-    compiler = compiler or os.environ.get('CC') or next(filter(None, map(shutil.which, ('cc', 'gcc', 'clang'))), None)
-    if compiler is None: raise RuntimeError('no C compiler (cc, gcc, clang)')
-    name = hashlib.sha256('\n'.join([SOURCE, compiler, processor(), *sum(OPTIONS, [])]).encode()).hexdigest()[:16]
-    folder = cache_folder()
-    path = folder/f'{name}-{str(dtype)[6:]}.so'
-    if path.exists(): return path
+    always = ['-fno-math-errno', '-fno-trapping-math', '-shared', '-fPIC', *DEFINES[dtype], '-o', str(to), '-lm']
     said = ''
     for options in OPTIONS:
-        aside = folder/f'.{path.name}.{os.getpid()}'
-        command = [*shlex.split(compiler), '-x', 'c', '-', *options, '-fno-math-errno', '-fno-trapping-math', '-shared', '-fPIC', *DEFINES[dtype], '-o', str(aside), '-lm']
+        command = [*shlex.split(compiler), '-x', 'c', '-', *options, *always]
         try: done = subprocess.run(command, input=SOURCE, text=True, capture_output=True, timeout=120)
         except (OSError, subprocess.TimeoutExpired) as e: raise RuntimeError(f'{compiler}: {e}') from None
-        if done.returncode == 0:
-            os.replace(aside, path)
-            return path
-        said = done.stderr.strip()[-300:]
+        if done.returncode == 0: return
+        said = done.stderr.strip()[-300:] or f'ended with {done.returncode}'
     raise RuntimeError(f'{compiler}: {said}')
+
+# %% ../nbs/04_native.ipynb #98c1ad24
+def digest_file(path:Path)->Path: return path.with_name(f'{path.name}.sha256')
+def digest(path:Path, name:str)->str: return f'{sha256(path)}  {name}\n' # as the command sha256sum writes it
+
+def open_library(path:Path): # ctypes library
+    "Load compiled code and say what its functions take"
+    found = ctypes.CDLL(str(path))
+    for f in (found.forward, found.backward):
+        f.argtypes, f.restype = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p), None
+    return found
+
+def open_kept(path:Path): # ctypes library
+    "Load a library that was kept; raises FileNotFoundError if there is none with a digest, ValueError if it is damaged"
+    if digest_file(path).read_text() != digest(path, path.name): raise ValueError(f'{path} is damaged: its digest differs')
+    return open_library(path)
+
+def build(
+    dtype, compiler:str, # see `compile_source`
+    keep:Path=None       # file to keep the library in
+): # ctypes library
+    "Compile in a folder aside and load the result; raises RuntimeError, or OSError if it cannot be loaded"
+    with tempfile.TemporaryDirectory(dir=keep and keep.parent, prefix='.repq-', ignore_cleanup_errors=True) as aside:
+        made = Path(aside)/'made.so'
+        compile_source(dtype, compiler, made)
+        found = open_library(made)
+        if keep: keep_library(made, keep)
+    return found
+
+def keep_library(made:Path, path:Path):
+    "Copy a library and its digest to the cache, if the disk lets us"
+    try:
+        write_whole(path, made.read_bytes())
+        write_whole(digest_file(path), digest(made, path.name))
+    except OSError as e: warnings.warn(f'repq: compiled C works, but is not kept ({e})')
+
+# %% ../nbs/04_native.ipynb #25cdac2e
+def kept_at(dtype, compiler:str)->Path: # or None
+    "The file of the cache for a type, compiler and processor"
+    folder = cache_folder()
+    name = hashlib.sha256('\n'.join([SOURCE, compiler, processor(), *sum(OPTIONS, [])]).encode()).hexdigest()[:16]
+    return folder and folder/f'{name}-{str(dtype)[6:]}.so'
+
+def load(
+    dtype,            # torch.float32 or torch.float64
+    compiler:str=None # by default that of `find_compiler`
+): # ctypes library
+    "The compiled source, from the cache if it is there whole; raises RuntimeError that says what was tried"
+    compiler, before = compiler or find_compiler(), ''
+    kept = kept_at(dtype, compiler)
+    if kept:
+        try: return open_kept(kept)
+        except FileNotFoundError: pass
+        except (OSError, ValueError, AttributeError) as e: before = f'{e}; compiled again: '
+    try: return build(dtype, compiler, kept)
+    except (RuntimeError, OSError, AttributeError) as e: raise RuntimeError(f'{before}{e}') from None
 
 _libraries = {}
 
@@ -411,11 +470,8 @@ def library(dtype): # ctypes library, or None
     "The compiled source for a type; tried once, with a warning if it cannot be had"
     if dtype not in DEFINES: return None
     if dtype not in _libraries:
-        try:
-            found = ctypes.CDLL(str(build(dtype)))
-            for f in (found.forward, found.backward): f.argtypes, f.restype = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p), None
-            _libraries[dtype] = found # not before it is ready: another thread may look
-        except (RuntimeError, OSError) as e:
+        try: _libraries[dtype] = load(dtype)
+        except RuntimeError as e:
             _libraries[dtype] = None
             warnings.warn(f'repq: merging goes on without compiled C ({e})')
     return _libraries[dtype]
