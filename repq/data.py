@@ -695,7 +695,7 @@ class SRBenchmark:
 
 @torch.no_grad()
 def evaluate_sr(
-    model,               # (1, 1, h, w) -> (1, 1, h*scale, w*scale), luma/255
+    model,               # (1, 1, h, w) -> (1, 1, h*scale, w*scale), luma 0..255
     benchmark:SRBenchmark,
     ssim=True            # False: PSNR only, faster
 )->dict: # psnr in dB and ssim, means over the pictures
@@ -705,8 +705,8 @@ def evaluate_sr(
     if training: model.eval()
     try:
         for lr, hr, name in benchmark:
-            x = lr[None]/255
-            sr = model(x if param is None else x.to(param))[0].to(hr)*255
+            x = lr[None]
+            sr = model(x if param is None else x.to(param))[0].to(hr)
             if sr.shape != hr.shape: raise ValueError(f'{name}: the model made {show_size(lr)} into {show_size(sr)}, expected {show_size(hr)}: '
                                                       f'is it a model for ×{benchmark.scale}?')
             scores.append([f(sr, hr, benchmark.scale) for f in measures.values()])
@@ -726,7 +726,7 @@ def symmetry(x:Tensor, k:int)->Tensor:
     return x.transpose(-1, -2) if k & 4 else x
 
 class PatchSet:
-    "Random patches from pictures in memory, small and large, luma/255"
+    "Random patches from pictures in memory, small and large, luma 0..255"
     n_inp, c = 1, 1
     def __init__(self,
         pairs:dict,    # see `luma_pairs`
@@ -750,14 +750,14 @@ class PatchSet:
         return torch.cat([picture[:, None], corner, torch.randint(8, (self.n, 1), generator=generator)], 1)
 
     def batch(self, i:Tensor, draws:Tensor)->tuple:
-        "Small (n, 1, patch, patch) and large patches"
+        "Small (n, 1, patch, patch) and large patches, luma 0..255"
         def cut(pictures, s):
-            return torch.stack([symmetry(pictures[p][:, s*t:s*(t + self.patch), s*l:s*(l + self.patch)], k) for p, t, l, k in draws[i].tolist()])/255
+            return torch.stack([symmetry(pictures[p][:, s*t:s*(t + self.patch), s*l:s*(l + self.patch)], k) for p, t, l, k in draws[i].tolist()])
         return cut(self.small, 1), cut(self.large, self.scale)
 
     def decode_batch(self, b):
         from fastai.vision.data import TensorImageBW
-        return tuple(TensorImageBW(t.detach().cpu().clamp(0, 1)) for t in b)
+        return tuple(TensorImageBW((t.detach().cpu()/255).clamp(0, 1)) for t in b)
     @property
     def loss_func(self): return torch.nn.L1Loss()
     def __len__(self): return self.n

@@ -240,7 +240,8 @@ def export_onnx(
     inputs, outputs = write_graph(w, without_in_place(trace_examples(net, example.detach().cpu().float(), whole=FrozenQuantizer)))
     graph = w.helper.make_graph(w.nodes, type(net).__name__, inputs, outputs, list(w.constants.values()))
     model = w.helper.make_model(graph, opset_imports=[w.helper.make_opsetid('', OPSET)], ir_version=IR_VERSION, producer_name='repq')
-    w.helper.set_model_props(model, {'repq.layers': json.dumps(w.layers)})
+    said = {'repq.input_range': net.input_range} if getattr(net, 'input_range', '') else {}
+    w.helper.set_model_props(model, {'repq.layers': json.dumps(w.layers)} | said)
     optional('onnx.checker').check_model(model, full_check=True)
     return write_whole(path, model.SerializeToString())
 

@@ -50,6 +50,7 @@ class RepNet(nn.Module):
     notes       = {}           # stage -> what follows it, for the drawing
     channels_by = 'in_channels' # the argument that sets the channels of the input
     hparams     = {}           # `build_model(**hparams)` makes the network again, with fresh weights
+    input_range = ''           # of the input, such as '0..255', where weights only make sense for one
 
     def precision_exceptions(self,
         weight_bits:int,
@@ -74,6 +75,16 @@ class RepNet(nn.Module):
         return modes.pop() if len(modes) == 1 else None
     @mode.setter
     def mode(self, mode): set_mode(self, mode)
+
+    def check_range(self,
+        found:str,  # what a file says about the input its weights were trained with; empty: nothing
+        where=''    # the file
+    ):
+        "Refuse weights that were trained with another range of input"
+        if not self.input_range or found == self.input_range: return
+        said = f'say {found}' if found else 'do not say which, as files of before did, which were trained with 0..1'
+        raise ValueError(f'{where}: {self.hparams.get("name", type(self).__name__)} takes input in {self.input_range}, and these weights {said}. '
+                         'Train the network again; weights of the official ECBSR code are in 0..255 and go through load_official')
 
     def check_input(self, x):
         if x.ndim == 4 and x.shape[1] == self.in_channels: return
@@ -252,6 +263,7 @@ class ECBSR(RepNet):
     "A chain of blocks with PReLUs, the input added, a pixel shuffle"
     least_bits = dict(stem=(8, 8), head=(8, 8))
     channels_by = 'colors'
+    input_range = '0..255'
 
     def __init__(self, blocks, channels, scale, block, colors):
         check_positive(blocks=blocks, channels=channels, scale=scale, colors=colors)
@@ -264,7 +276,7 @@ class ECBSR(RepNet):
         self.acts = nn.ModuleList(nn.PReLU(channels) for _ in range(blocks + 1))
         self.signed = tuple(layers_of(self))
 
-    def forward(self, x:Tensor)->Tensor: # (batch, colors, scale·height, scale·width)
+    def forward(self, x:Tensor)->Tensor: # x in 0..255; (batch, colors, scale·height, scale·width), in 0..255
         self.check_input(x)
         y = x
         for block, act in zip((self.stem, *self.body), self.acts): y = act(block(y))

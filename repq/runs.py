@@ -101,13 +101,13 @@ SETTINGS = {
         'repvgg': dict(_digits, epochs=6, epochs_quantized=3, network=dict(width=0.25, depth=0.25, small_input=True, in_channels=1)),
         'acnet': dict(_digits, epochs=5, epochs_quantized=2, network=dict(width=0.125, depth=0.5, small_input=True, in_channels=1)),
         'ecbsr': dict(data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=12, epochs_quantized=3, optimizer='adam', schedule='one_cycle', weight_decay=0.,
-                      lr=6e-3, lr_quantized=3e-3, threads=1, compiled=False, warm_bits=4, warm_epochs=1),
+                      lr=4e-3, lr_quantized=4e-3, threads=1, compiled=False, warm_bits=4, warm_epochs=1),
         'time': dict(batch=16, size=128, rounds=9, network=dict(width=0.25, n_classes=10), threads=1, compiled=True)},
     'cpu': {
         'repvgg': dict(_cifar, network=dict(width=0.25, depth=0.5, small_input=True)),
         'acnet': dict(_cifar, network=dict(width=0.25, small_input=True)),
         'ecbsr': dict(data='bsds400', patch=32, batch_size=16, steps_per_epoch=400, epochs=25, epochs_quantized=12, optimizer='adam', schedule='one_cycle', weight_decay=0.,
-                      lr=4e-3, lr_quantized=2e-3, threads=1, compiled=False),
+                      lr=4e-3, lr_quantized=4e-3, threads=1, compiled=False),
         'time': dict(batch=16, size=128, rounds=7, network={}, threads=1, compiled=True)},
     'paper': {
         'repvgg': dict(_imagenet, network={}), 'acnet': dict(_imagenet, network={}), 'orepa': dict(_imagenet, network=dict(orepa_stem=True)),

@@ -89,6 +89,7 @@ def test_bsds_patches(cache):
     dls = D.sr_train_dls(source, patch=48, batch_size=8, steps_per_epoch=3, cache=cache)
     assert len(dls.train.dataset.small) == 380 and len(dls.valid.dataset.small) == 20
     assert [tuple(t.shape) for t in dls.one_batch()] == [(8, 1, 48, 48), (8, 1, 96, 96)]
+    assert all(100 < t.max() <= 235 and t.min() >= 16 for t in dls.one_batch()), 'luma in 0..255'
     with pytest.raises(ValueError, match=r'BSDS400/\d+ is 160×240 when small, the patch is 200×200: choose patch=160'):
         D.sr_train_dls(source, patch=200, cache=cache)
 

@@ -399,8 +399,17 @@ def test_bias_rounding_is_the_reason_without_emulation(tmp_path):
     assert emulated.end_to_end['rounding_biases']['relative_error'] > 10*emulated.end_to_end['relative_error']
 
 
+def test_the_range_of_the_input_is_in_the_file(tmp_path):
+    "Of ECBSR, merged or not; a classifier has none"
+    onnx = pytest.importorskip('onnx')
+    def props(net, x): return {p.key: p.value for p in onnx.load(export_onnx(net.eval(), tmp_path/'net.onnx', x)).metadata_props}
+    net, x = repq.models.ecbsr(blocks=1), torch.rand(1, 1, 12, 12)*255
+    for n in (net, repq.merge(net), settled(net, x, 8, 8)): assert props(n, x)['repq.input_range'] == '0..255'
+    assert 'repq.input_range' not in props(repq.models.repvgg_a0(10, width=1/8), torch.rand(1, 3, 32, 32))
+
+
 def test_super_resolution_is_judged_by_psnr(tmp_path):
-    low = torch.rand(2, 1, 12, 12)
+    low = torch.rand(2, 1, 12, 12)*255
     high = F.interpolate(low, scale_factor=2, mode='bilinear')
     net = settled(repq.models.ecbsr(blocks=1), low, 8, 8)
     report = check_parity(net, export_onnx(net, tmp_path/'net.onnx', low[:1]), [(low, high)])
@@ -411,7 +420,7 @@ def test_super_resolution_is_judged_by_psnr(tmp_path):
 @pytest.mark.parametrize('paired', [True, False])
 def test_pictures_of_several_sizes(tmp_path, paired):
     "One certificate for all of them"
-    low = [torch.rand(2, 1, h, w) for h, w in ((12, 12), (9, 14))]
+    low = [torch.rand(2, 1, h, w)*255 for h, w in ((12, 12), (9, 14))]
     net = settled(repq.models.ecbsr(blocks=1), low[0], 8, 8)
     path = export_onnx(net, tmp_path/'net.onnx', low[0][:1])
     batches = [(x, F.interpolate(x, scale_factor=2, mode='bilinear')) for x in low] if paired else low

@@ -463,6 +463,25 @@ def test_official_checkpoints(kind):
     assert_same(net(x), y, 1e-11)
 
 
+def test_an_official_network_scores_as_its_own_code_says():
+    "Luma in 0..255, in and out: the same pictures, and the PSNR of the official formula"
+    from repq.data import SRBenchmark, evaluate_sr, photos
+    bench, official = SRBenchmark(photos('test')), OfficialECBSR().eval()
+    for n, p in official.named_parameters():
+        if p.requires_grad and 'act' not in n: p.data.mul_(.05 if p.ndim > 1 else 1.)   # the biases are as large as one step of luma
+    net = repq.models.ecbsr(2, 4, 2).eval()
+    repq.load_official(net, official.state_dict())
+    def official_psnr(sr, hr):
+        sr, hr = (t[:, :, 2:-2, 2:-2].clamp(0, 255).double() for t in (sr, hr))
+        return 10*torch.log10(255**2/(sr - hr).square().mean()).item()
+    with torch.no_grad():
+        for lr, _, _ in bench: assert_same(net(lr[None]), official(lr[None]), 1e-5)
+        expected = [official_psnr(official(lr[None]), hr[None]) for lr, hr, _ in bench]
+    mean = sum(expected)/len(expected)
+    assert evaluate_sr(net, bench, ssim=False)['psnr'] == pytest.approx(mean, abs=1e-3) == evaluate_sr(official, bench, ssim=False)['psnr']
+    assert abs(evaluate_sr(lambda x: net(x/255)*255, bench, ssim=False)['psnr'] - mean) > 1, 'the range matters'
+
+
 def test_the_stem_of_orepa_needs_its_flips():
     "Without them the 7×7 is another one"
     official, net = orepa_resnet().eval(), repq.models.resnet18(5, 'orepa', 0.125, orepa_stem=True).double().eval()

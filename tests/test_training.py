@@ -259,3 +259,19 @@ def test_without_held_out_images_validation_is_the_test():
     m = run_classifier(epochs=2, loader={})['record']['metrics']
     assert (m['test_size'], m['valid_size'], m['held_out']) == (357, 357, False)
     assert m['best_accuracy'] == pytest.approx(max(m['valid_accuracy']), abs=1e-6) and m['accuracy'] == pytest.approx(m['valid_accuracy'][-1], abs=1e-6)
+
+
+def test_weights_of_another_range_are_refused(tmp_path):
+    "ECBSR takes 0..255; files that say so load, files of before, and of another range, do not; classifiers do not care"
+    from repq.training import load_weights, stored_range
+    net = ecbsr_net()
+    with Workspace(tmp_path) as work: finish(work, dict(task='super_resolution'), dict(psnr=30.), {}, net)
+    path = tmp_path/'weights.safetensors'
+    assert stored_range(path) == '0..255' and load_weights(ecbsr_net(), path)
+    save_tensors(tmp_path/'old.safetensors', net.state_dict(), dict(task='super_resolution'))
+    with pytest.raises(ValueError, match=r'old.safetensors: ecbsr takes input in 0\.\.255, and these weights do not say which.*0\.\.1'):
+        load_weights(ecbsr_net(), tmp_path/'old.safetensors')
+    save_tensors(tmp_path/'other.safetensors', net.state_dict(), input_range='0..1')
+    with pytest.raises(ValueError, match=r'these weights say 0\.\.1'): load_weights(ecbsr_net(), tmp_path/'other.safetensors')
+    save_tensors(tmp_path/'classifier.safetensors', network().state_dict())
+    assert load_weights(network(), tmp_path/'classifier.safetensors')
