@@ -279,7 +279,6 @@ def test_compiled_network():
     assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 1 and not torch._dynamo.utils.counters['graph_break']
 
 
-@pytest.mark.xfail(reason='the layer does not refuse to be traced yet')
 @pytest.mark.parametrize('how', ['trace', 'export'])
 def test_tracing_says_merge_first(how):
     net, x = initialised().eval(), batches(1)[0]
