@@ -299,7 +299,8 @@ def run_tables(args)->int:
     for t in wanted: print(show(t), end='\n\n')
     if args.claims:
         for v in claims(args.profile, args.results, args.seeds):
-            print(f'{v.verdict:15} {v.claim}\n{"":16}{v.why}; in the paper: {v.paper}' + (f' ({v.paper_why})' if v.paper_why else ''))
+            print(f'{v.verdict:24}{v.claim}\n{"":24}{v.why}.' + ''.join(f'\n{"":24}- {n}' for n in v.notes))
+            print(f'{"":24}In the paper: {v.paper}' + (f' ({v.paper_why})' if v.paper_why else ''))
     if args.write:
         for path in (*write_tables(args.results, args.profile, args.seeds), write_report(args.results, args.profile, args.seeds)): print('written', path)
     return 0

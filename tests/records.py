@@ -2,7 +2,7 @@
 import hashlib, json, random
 from repq import runs
 from repq.files import write_json
-from repq.tables import listing
+from repq.evidence import listing
 
 ACCURACY = {'plain': .90, 'merged': .91, 'repq': .93, 'ptq': .89, 'fp': .92}
 COST = {32: 1024, 8: 64, 4: 16.2, 2: 4.6}   # bit-operations for one multiplication
