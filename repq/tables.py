@@ -541,7 +541,7 @@ ul.notes{list-style:none;padding:0;margin:.2rem 0;color:var(--soft);font-size:.8
 details.claim:last-of-type{border-bottom:1px solid var(--hair)}summary{cursor:pointer;padding:.5rem 0}
 .claim summary{display:flex;flex-wrap:wrap;gap:.25rem .7rem;align-items:baseline}.claim .what{flex:1 1 20rem}
 .claim summary>.verdict:first-child{min-width:8.2rem;text-align:center}.where{color:var(--faint);font-size:.82rem}
-.claim .why{flex:1 1 100%;color:var(--soft);font-size:.9rem;padding-left:8.9rem}.claim td.judged{text-align:left}.claim p.caption{margin-bottom:.4rem}.claim ul.notes{margin-bottom:1rem}
+.claim .why{flex:1 1 100%;min-width:0;overflow-wrap:anywhere;color:var(--soft);font-size:.9rem;padding-left:8.9rem}.claim td.judged{text-align:left}.claim p.caption{margin-bottom:.4rem}.claim ul.notes{margin-bottom:1rem}
 .claim tr.single th{padding-left:1.6rem;color:var(--soft)}.claim tr.pooled th{font-weight:600}.claim tr.pooled:not(:first-child)>*{border-top:1px solid var(--hair)}
 .hidden{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}.claim th{text-align:left}
 '''

@@ -136,7 +136,7 @@ def test_report_of_a_batch_under_way(half, tmp_path):
     check_page(found)
     check_links(half, found[1280]['anchors'])
     text = half.read_text()
-    assert '<script>' not in text and '&lt;script&gt;alert' in text and text.index('id="progress"') < text.index('id="results"')
+    assert '<script>' not in text and '&lt;script&gt;alert' in text and text.index('id="results"') < text.index('id="progress"')
     by = tables.progress(tables.Results('smoke', half.parent.parent, 1))
     assert len(by['failed']) > 5 and len(by['corrupt']) == 1
     assert all(f'{len(r)} {"not run" if state == "missing" else state}' in text for state, r in by.items()) and all(r.id in text for r in by['failed'])
