@@ -22,6 +22,7 @@ def t_quantile(p:float, df:float)->float:
     from scipy.special import stdtrit
     return float(stdtrit(df, p))
 
+# %% ../nbs/21_protocol.ipynb #f65e753c
 @dataclass(frozen=True)
 class Interval:
     "A difference and how far to trust it: numbers, or arrays of many simulated ones"
@@ -43,7 +44,7 @@ class Interval:
         "p-value of the true value being above `x`"
         return Interval(-self.mid, self.error, self.df).p_below(-x)
 
-# %% ../nbs/21_protocol.ipynb #43aa6fdc
+# %% ../nbs/21_protocol.ipynb #47250d65
 class Group(NamedTuple):
     "The paired differences of one network, or of several that share runs"
     weight:float   # how much it counts: its networks, or its images
@@ -59,7 +60,7 @@ def pool(groups, how='')->Interval:
     df = (min(g.seeds for g in groups) - 1)*variance**2/sum(p*p for p in parts)
     return Interval(sum(g.weight*g.mean for g in groups)/total, variance**.5, df, how)
 
-# %% ../nbs/21_protocol.ipynb #6aa7be3c
+# %% ../nbs/21_protocol.ipynb #0453db7e
 def simulate(
     spreads,          # standard deviation of the paired differences, for each group
     seeds,            # how many; one number, or one for each group
@@ -78,7 +79,7 @@ def simulate(
         groups.append(Group(w, int(n), values.mean(1), values.var(1, ddof=1)))
     return groups
 
-# %% ../nbs/21_protocol.ipynb #6e56b86c
+# %% ../nbs/21_protocol.ipynb #fd477219
 HOLDS, FAILS, EQUAL, OPEN = 'holds', 'does not hold', 'equal within the margin', 'cannot be told'
 
 class Question(NamedTuple):
@@ -93,6 +94,7 @@ class PValues(NamedTuple):
     fails:float
     equal:float
 
+# %% ../nbs/21_protocol.ipynb #dfb7feae
 def p_values(question:Question, interval:Interval)->PValues:
     "The p-value of each verdict"
     from numpy import maximum, minimum
@@ -111,7 +113,7 @@ def decide(p:PValues):
     words = select([p.holds <= LEVEL, p.fails <= LEVEL, p.equal <= LEVEL], [HOLDS, FAILS, EQUAL], OPEN)
     return words if words.ndim else words.item()
 
-# %% ../nbs/21_protocol.ipynb #de9186ae
+# %% ../nbs/21_protocol.ipynb #d00f2850
 def holm(p:list)->list: # in the order given
     "p-values corrected for being several (Holm 1979)"
     adjusted, worst = list(p), 0.
@@ -125,7 +127,7 @@ def decide_family(family:list)->list: # of verdicts
     corrected = [holm([float(p[i]) for p in family]) for i in range(3)]
     return [decide(PValues(*p)) for p in zip(*corrected)]
 
-# %% ../nbs/21_protocol.ipynb #38bcc5b8
+# %% ../nbs/21_protocol.ipynb #c763bc65
 class Components(NamedTuple):
     "Standard deviations of a difference, by where they come from"
     seed:float
@@ -145,7 +147,7 @@ def decompose(
     rest = sum((x - r - c + mean)**2 for row, r in zip(differences, by_seed) for x, c in zip(row, by_image))/(seeds - 1)/(images - 1)
     return Components(max(0., (ms_seed - rest)/images)**.5, max(0., (ms_image - rest)/seeds)**.5, rest**.5)
 
-# %% ../nbs/21_protocol.ipynb #6e999e53
+# %% ../nbs/21_protocol.ipynb #20bf982d
 def power(
     question:Question,
     difference:float, # the true one

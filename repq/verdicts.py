@@ -97,6 +97,7 @@ def precision_claims()->list:
                   Claim(f'8-bit {v} of classifiers is lossless', 'Abstract, Section 6', (replace(eight, sense='≥'),))]
     return found
 
+# %% ../nbs/21_verdicts.ipynb #403bf1f3
 def method_claims()->list:
     "Methods beside each other: the variants, QARepVGG, Merged and Plain"
     vgg, found = ('RepVGG-A0', 'RepVGG-B0'), []
@@ -113,7 +114,7 @@ def method_claims()->list:
         found.append(Claim(f'On RepVGG-B0 Merged is close to RepQ at {bits} bits', 'Section 5.2, Table 2', (Compare(('RepQ', 'Merged'), pairs, f'On RepVGG-B0 at {bits} bits', sense='='),)))
     return found
 
-# %% ../nbs/21_verdicts.ipynb #c8ea0ba7
+# %% ../nbs/21_verdicts.ipynb #833bf523
 def over_sets(a:str, b:str, bits:str, to:str=None, **kwargs)->Compare:
     "Method `a` over `b` on the four test sets; `to`: bits of `b`, if others"
     setting = f'On ECBSR at {bits} bits' if to is None else ''
@@ -133,7 +134,7 @@ def all_experiments()->Claim:
     single += [part for c in psnr_claims()[:6] for part in c.parts]
     return Claim('RepQ outperforms the baselines in all experiments', 'Abstract', tuple(single))
 
-# %% ../nbs/21_verdicts.ipynb #6c40442c
+# %% ../nbs/21_verdicts.ipynb #0a7556ad
 def cost_claims()->list:
     "What the paper says about bit-operations and accuracy for them"
     four = [(m, accuracy(m, v[0], '4'), accuracy(m, v[0], '8')) for m, v in VARIANTS.items()] + [('ECBSR', psnr('4', 'RepQ', 'Set5'), psnr('8', 'RepQ', 'Set5'))]
@@ -144,6 +145,7 @@ def cost_claims()->list:
             Claim('4-bit RepVGG-B0 needs two times fewer bit-operations than 8-bit RepVGG-A0', 'Section 5.3', (Compare(arms, (Pair('RepVGG', b0, a0),), than=2., margin=.1, **fewer),)),
             Claim('4-bit RepVGG-B0 is more accurate than 8-bit RepVGG-A0', 'Section 5.3', (Compare(arms, (Pair('RepVGG', b0, a0),)),))]
 
+# %% ../nbs/21_verdicts.ipynb #620e4fb1
 def time_claims()->list:
     "What the paper says about training time"
     est, bn = step_time('ACNets', 'QAT RepQ-BNEst'), step_time('ACNets', 'QAT RepQ-BN')
@@ -157,7 +159,7 @@ def time_claims()->list:
             Claim('Training takes no longer than Table 4 says', 'Table 4', longest),
             Claim('RepQ lengthens training no more than re-parametrization does in full precision', 'Section 5.3', no_more)]
 
-# %% ../nbs/21_verdicts.ipynb #05061aaa
+# %% ../nbs/21_verdicts.ipynb #28006397
 def side_claims()->list:
     "What the supplement says"
     lr, steps, decay, ones = dict.fromkeys(row[0] for row in PAPER['side'])
@@ -177,7 +179,7 @@ def list_claims()->list: # of Claim
     "Every claim of the paper that its tables can decide"
     return [*beats_claims(), *precision_claims(), *method_claims(), *psnr_claims(), all_experiments(), *cost_claims(), *time_claims(), *side_claims()]
 
-# %% ../nbs/21_verdicts.ipynb #40be865b
+# %% ../nbs/21_verdicts.ipynb #73b16af5
 FULL_BIT_OPS = {('RepVGG-A0', 8): 87132864512, ('RepVGG-A0', 4): 22043328512, ('RepVGG-B0', 8): 195686432768, ('RepVGG-B0', 4): 49268424704,
                 ('AC-ResNet-18', 8): 116100694016, ('AC-ResNet-18', 4): 34689843200, ('OREPA-ResNet-18', 8): 116100694016, ('OREPA-ResNet-18', 4): 34714419200,
                 ('ECBSR', 8): 1704960000, ('ECBSR', 4): 599040000} # of one 224×224 image; ECBSR: 100×100
@@ -187,6 +189,7 @@ def bit_operations(place:tuple)->int:
     table, row, column = place
     return FULL_BIT_OPS[row[0], int(column)] if table == '2' else FULL_BIT_OPS['ECBSR', int(row[0])]
 
+# %% ../nbs/21_verdicts.ipynb #429b448e
 def in_paper(of:str, pair:Pair)->float: # None: the paper gives no number
     "The number of one pair in the paper"
     if of == 'bit_ops': return bit_operations(pair.b)/bit_operations(pair.a)
@@ -220,6 +223,7 @@ def processor(record:dict)->str:
     e = record.get('environment') or {}
     return ' and '.join(str(e[k]) for k in ('cpu', 'gpu') if e.get(k) and e[k] != 'none')
 
+# %% ../nbs/21_verdicts.ipynb #648f7c90
 class Arm(NamedTuple):
     "One arm of a pair, for one seed"
     value:float # None: not to be used
@@ -241,7 +245,7 @@ def unlike(a:dict, b:dict)->str: # empty: they are alike
     if a.get('method') != b.get('method'): return f'two METHODs ({a.get("method")}; {b.get("method")})'
     return ''
 
-# %% ../nbs/21_verdicts.ipynb #6906ac2b
+# %% ../nbs/21_verdicts.ipynb #04b3fc00
 @dataclass(frozen=True)
 class Paired:
     "One network of a comparison: differences seed by seed"
@@ -255,6 +259,7 @@ class Paired:
     failed:tuple          # how many trainings went wrong in a, in b
     processors:frozenset  # of the pairs
 
+# %% ../nbs/21_verdicts.ipynb #e1520374
 def pair_up(pair:Pair, results:Results)->Paired:
     "The paired differences of two places"
     a, b = (results.measured(x) for x in (pair.a, pair.b))
@@ -288,7 +293,7 @@ def by_seed(
     for text, seed in notes: seeds.setdefault(text, []).append(seed)
     return tuple(f'{text} (seed {", ".join(map(str, s))})' if s != [None] else text for text, s in seeds.items())
 
-# %% ../nbs/21_verdicts.ipynb #b1438a26
+# %% ../nbs/21_verdicts.ipynb #8440f3fa
 def clusters(paired:list)->list: # of lists
     "Pairs that share runs, together"
     found = []
@@ -305,6 +310,7 @@ def group_of(cluster:list)->Group: # None: fewer than two common seeds
     d = [sum(p.weight*p.differences[s] for p in cluster)/weight for s in seeds]
     return Group(weight, len(d), fmean(d), max(stdev(d), max(p.least for p in cluster))**2)
 
+# %% ../nbs/21_verdicts.ipynb #52760c9d
 def pool_pairs(paired:list)->tuple: # Interval or None, groups, pairs that are in it
     "The pooled difference of a comparison"
     groups, used = [], []
@@ -318,7 +324,7 @@ def pool_pairs(paired:list)->tuple: # Interval or None, groups, pairs that are i
     seeds = f'{n[0]} seeds' if len(n) == 1 else f'{n[0]} to {n[-1]} seeds'
     return pool(groups, seeds if len(paired) == 1 and not images else f'{over} and {seeds}'), groups, used
 
-# %% ../nbs/21_verdicts.ipynb #8b534994
+# %% ../nbs/21_verdicts.ipynb #5ac058ac
 def time_interval(c:Compare, results:Results)->tuple: # Interval or None, what is missing
     "Time of a, a − b, or what a saves over b, in percent"
     m = [results.measured(x) for x in c.pairs[0][1:] if x is not None]
@@ -334,7 +340,7 @@ def time_interval(c:Compare, results:Results)->tuple: # Interval or None, what i
     if c.of == 'difference': return Interval(a.mid - b.mid, sqrt(a.error**2 + b.error**2), df, a.how), []
     return Interval(100*(1 - ratio), 100*ratio*sqrt((a.error/a.mid)**2 + (b.error/b.mid)**2), df, a.how), []
 
-# %% ../nbs/21_verdicts.ipynb #9051d82a
+# %% ../nbs/21_verdicts.ipynb #f122a9a9
 @dataclass(frozen=True)
 class Single:
     "One network, or one test set, beside the pooled verdict"
@@ -358,6 +364,7 @@ class Answer:
     needed:int=None # seeds that would decide it
     scatter:object=None # of PSNR: `Components`
 
+# %% ../nbs/21_verdicts.ipynb #148c523d
 def spared(verdict:str, failed:tuple)->str:
     "A verdict in favour of an arm with failed trainings is not given"
     a, b = failed
@@ -373,6 +380,7 @@ def judge_singles(c:Compare, paired:list)->tuple:
         found.append(Single(p.pair, i, spared(next(words), p.failed) if i else OPEN, x, judge_paper(c.question, x), p.links))
     return tuple(found)
 
+# %% ../nbs/21_verdicts.ipynb #c44b9f67
 def judge_pairs(c:Compare, results:Results)->Answer:
     "The verdict on differences between trainings"
     paired = [pair_up(p, results) for p in c.pairs]
@@ -393,6 +401,7 @@ def judge_pairs(c:Compare, results:Results)->Answer:
     needed = seeds_needed(c.question, interval.mid, [g.variance**.5 for g in groups], [g.weight for g in groups]) if decide(p) == OPEN else None
     return Answer(c, interval, p, verdict, paper_average(c), singles, tuple(notes), needed, scatter_of(c, used, results))
 
+# %% ../nbs/21_verdicts.ipynb #1369eaac
 def scatter_of(c:Compare, used:list, results:Results): # `Components`, or None
     "How much of a difference in PSNR is image and how much is seed"
     if c.unit != 'dB' or not used: return None
@@ -416,7 +425,7 @@ def judge_compare(c:Compare, results:Results)->Answer:
     single = Single(c.pairs[0], interval, decide(p) if p else OPEN, x, judge_paper(c.question, x), links)
     return Answer(c, interval, p, single.verdict, x, (single,), tuple(missing))
 
-# %% ../nbs/21_verdicts.ipynb #823cfb90
+# %% ../nbs/21_verdicts.ipynb #1f0e52e1
 def show_number(x:float, unit:str)->str:
     "A number with its sign, where that matters, and its unit"
     return f'{x:.2f} times' if unit == 'times' else f'{x:.0f} %' if unit == '%' else f'{x:+.{digits(unit)}f} {unit}'.replace('-', '−')
@@ -438,6 +447,7 @@ def in_words(a:Answer)->str:
     words = f'{one} is {amount} {c.unit} {"better" if up else "worse"} than {other}{on}, over {i.how}'
     return f'{c.setting} {words}' if c.setting else words
 
+# %% ../nbs/21_verdicts.ipynb #b405388a
 def explain(a:Answer)->str: # without a full stop
     "The verdict on one comparison in a sentence"
     if a.ours is None: return first_few(a.notes) or 'no number'
@@ -482,6 +492,7 @@ def rests_on(c:Compare)->list: # of (network, variant)
         found.append((row[0], row[1] if row[1] in names else names[0]))
     return list(dict.fromkeys(found))
 
+# %% ../nbs/21_verdicts.ipynb #778caf64
 def premise_note(claim:Claim, known:dict)->str:
     "Where a claim was judged outside its premise, and where the premise is open; empty if it holds everywhere"
     asked = list(dict.fromkeys(x for part in claim.parts for x in rests_on(part)))
@@ -495,7 +506,7 @@ def premise_note(claim:Claim, known:dict)->str:
     if unknown and len(unknown) < len(asked): words.append('its premise was not tested on ' + ', '.join(dict.fromkeys(unknown)))
     return '; '.join(words)
 
-# %% ../nbs/21_verdicts.ipynb #65ca7ac4
+# %% ../nbs/21_verdicts.ipynb #6129e74b
 @dataclass(frozen=True)
 class Verdict:
     "A claim, judged on our records and on the paper's own numbers"
@@ -516,6 +527,7 @@ class Verdict:
         known = [a for a in self.evidence if a.ours]
         return max(known, key=lambda a: float(a.p.holds)) if known else None
 
+# %% ../nbs/21_verdicts.ipynb #417e8888
 def judge_parts(answers:list)->tuple: # verdict, the part that decides
     "Several parts as one verdict"
     known = [a for a in answers if a.ours]
@@ -527,6 +539,7 @@ def judge_parts(answers:list)->tuple: # verdict, the part that decides
     undecided = [a for a in answers if a.verdict not in (HOLDS, EQUAL)]
     return OPEN, next((a for a in undecided if a.ours), undecided[0])
 
+# %% ../nbs/21_verdicts.ipynb #5dddf128
 def judge_claim(claim:Claim, results:Results, known:dict=None)->Verdict: # known: of `premises`
     "The verdict on a claim"
     answers = [judge_compare(c, results) for c in claim.parts]
@@ -544,6 +557,7 @@ def judge_claim(claim:Claim, results:Results, known:dict=None)->Verdict: # known
     notes += dict.fromkeys(n for a in answers for n in a.notes)
     return Verdict(claim.text, claim.where, verdict, why, tuple(filter(None, notes)), tuple(answers), *judge_paper_claim(claim))
 
+# %% ../nbs/21_verdicts.ipynb #e6818773
 def paper_place(claim:Claim, c:Compare, p:Pair)->str:
     "Where a number of the paper belongs in its claim"
     if len(claim.parts) == 1 or c.of == 'bit_ops': return p.name
@@ -557,14 +571,14 @@ def judge_paper_claim(claim:Claim)->tuple: # verdict, why
         if hits: return name, '; '.join(dict.fromkeys(hits))
     return ('gives no number', '') if any(v == '' for *_, v in found) else ('holds', '')
 
-# %% ../nbs/21_verdicts.ipynb #475339d2
+# %% ../nbs/21_verdicts.ipynb #90ff6138
 def claims(profile='smoke', root='results', seeds:int=None, results:Results=None)->list: # of Verdict
     "Every claim of the paper with its verdict and its evidence"
     results = results or Results(profile, root, seeds)
     known = premises(results)
     return [judge_claim(c, results, known) for c in list_claims()]
 
-# %% ../nbs/21_verdicts.ipynb #513b81c8
+# %% ../nbs/21_verdicts.ipynb #cb6505b0
 def thresholds(c:Compare)->tuple: # holds if, does not hold if
     "What the 90 % interval of a comparison has to do, in words"
     (sense, than, margin), unit = c.question, c.unit
@@ -575,6 +589,7 @@ def thresholds(c:Compare)->tuple: # holds if, does not hold if
     if sense == '≤': return f'below {high}', f'above {high}'
     return f'between {low} and {high}', f'outside {low} to {high}'
 
+# %% ../nbs/21_verdicts.ipynb #7aa3ed43
 def failure_table(listed:list=None)->str: # Markdown
     "What would make each claim hold or fail, claim by claim"
     rows = ['| claim | compared | on | holds if the 90 % interval is | does not hold if it is | in the paper |', '|---|---|---|---|---|---:|']
@@ -592,7 +607,7 @@ def failure_table(listed:list=None)->str: # Markdown
         rows.append(f'| {claim.text} | {arms} | {on} | {holds}{" for all" if n > 1 else ""} | {fails}{" for any" if n > 1 else ""} | {size} |')
     return '\n'.join(rows)
 
-# %% ../nbs/21_verdicts.ipynb #3f63ac94
+# %% ../nbs/21_verdicts.ipynb #27e891e8
 def run_spread(results:Results)->dict: # network -> standard deviation of full-precision runs over seeds; 'points', 'dB': pooled
     "How far full-precision runs of different seeds lie apart"
     found = {}
@@ -605,6 +620,7 @@ def run_spread(results:Results)->dict: # network -> standard deviation of full-p
     units = {'points': [v for vs in found.values() for v in vs], 'dB': [variance(means)] if len(means) > 1 else []}
     return {k: fmean(v)**.5 for k, v in (found | units).items() if v}
 
+# %% ../nbs/21_verdicts.ipynb #677001e6
 def claim_power(claim:Claim, spread:dict, seeds:int, results:Results=None)->float: # None: not about seeds, or without a number in the paper
     "The chance that a claim is found to hold if the differences are the paper's; of several parts, the least"
     results, chances = results or Results('cpu', 'no folder'), []
