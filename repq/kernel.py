@@ -206,7 +206,7 @@ def laplacian(channels:int)->Kernel:
 # %% ../nbs/01_kernel.ipynb #9a250888
 def frequency_prior(channels:int, size=(3, 3), dtype=None)->Kernel:
     "OREPA's fixed cosine filters"
-    half, c = channels//2, torch.arange(channels)[:, None]
+    half, c = channels/2, torch.arange(channels)[:, None]
     rows, cols = ((torch.arange(n, dtype=torch.float64) + 0.5)/n for n in size)   # large angles: float32 is off by 1e-4
     along_rows = torch.cos(pi*rows*(c + 1))[:, :, None].expand(-1, -1, size[1])
     along_cols = torch.cos(pi*cols*(c + 1 - half))[:, None, :].expand(-1, size[0], -1)

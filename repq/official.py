@@ -4,15 +4,19 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'HEAD', 'RESNET', 'REPVGG_PARTS', 'ACNET_PARTS', 'OREPA_PARTS', 'ECB_PARTS', 'LAYOUTS', 'Layout',
-           'official_name', 'fitted', 'Fit', 'unwrap', 'find_kind', 'fit_official', 'load_official']
+           'official_name', 'fitted', 'Fit', 'unwrap', 'as_tensor', 'find_kind', 'advice_on', 'add_identities',
+           'fit_official', 'load_official']
 
 # %% ../nbs/10_official.ipynb #0ff1c003
 import re, warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+import numpy as np
+import torch
 from torch import nn, Tensor
 from .norm import Calibration
-from .branch import Fixed
-from .layer import one_of
+from .branch import Fixed, Seq
+from .layer import RepConv2d, one_of
 
 # %% ../nbs/10_official.ipynb #d5d83706
 PLAIN = {'branch.weight': 'conv.weight', 'after': 'bn'}
@@ -42,7 +46,8 @@ class Layout:
 
 LAYOUTS = dict(
     repvgg=Layout('rbr_dense', 'rbr_reparam', [(r'stem\.(.+)', 'stage0.'), (r'stage(\d)\.(\d+)\.(.+)', 'stage{0}.{1}.'), *HEAD], REPVGG_PARTS),
-    acnet=Layout('square_conv', 'fused_conv', [(r'stem\.(.+)', 'conv1.'), (r'layer(\d)\.(\d)\.(conv1)\.(.+)', 'stage{0}.{1}.{2}.acb.'), *RESNET, *HEAD], {**ACNET_PARTS, **PLAIN}),
+    acnet=Layout('square_conv', 'fused_conv', [(r'stem\.(.+)', 'conv1.'), (r'layer(\d)\.(\d)\.(conv1)\.(.+)', 'stage{0}.{1}.{2}.acb.'), *RESNET, *HEAD],
+                 {**ACNET_PARTS, **PLAIN}, ('deps',)),
     orepa=Layout('weight_orepa_origin', 'orepa_reparam', [(r'stem\.branch\.parts\.([012])\.(parts.+)', 'stage0.conv1.weight{0}.'), (r'stem\.(.+)', 'stage0.conv1.'), *RESNET, *HEAD],
                  {**{f'branch.{k}': v for k, v in OREPA_PARTS.items()}, **OREPA_PARTS, **PLAIN}, ('id_tensor',)),
     ecbsr=Layout('conv1x1_sbx', 'rep_params', [(r'stem\.(.+)', 'backbone.0.'), (r'body\.(\d+)\.(.+)', 'backbone.{next}.'), (r'head\.(.+)', 'backbone.{last}.'), (r'acts\.(\d+)\.(.+)', 'backbone.{0}.act.{1}')], ECB_PARTS))
@@ -91,9 +96,15 @@ class Fit:
 def unwrap(state_dict)->dict:
     "The tensors of a checkpoint, without wrappers"
     for name in ('state_dict', 'model', 'net', 'params'):
-        if isinstance(state_dict.get(name), dict): state_dict = state_dict[name]
-    tensors = {k: t for k, t in state_dict.items() if isinstance(t, Tensor)}
-    return {k.removeprefix('module.'): t for k, t in tensors.items()}
+        if isinstance(state_dict.get(name), Mapping): state_dict = state_dict[name]
+    tensors = {k: as_tensor(t) for k, t in state_dict.items()}
+    return {k.removeprefix('module.'): t for k, t in tensors.items() if t is not None}
+
+def as_tensor(value):
+    "A tensor, if this is one, a numpy array or a data set of an hdf5 file; None otherwise"
+    if isinstance(value, Tensor): return value
+    array = np.array(value) if hasattr(value, '__array__') else None
+    return torch.from_numpy(array) if array is not None and array.dtype.kind in 'fiub' else None
 
 def find_kind(state:dict)->str:
     "The kind of an official checkpoint"
@@ -102,6 +113,24 @@ def find_kind(state:dict)->str:
         if any(layout.deployed in k for k in state):
             raise ValueError(f'this {kind} checkpoint is deployed, its branches are merged ({layout.deployed}): load the training-time one')
     raise ValueError(f'no official layout recognised: known are {", ".join(f"{k} (with {l.sign})" for k, l in LAYOUTS.items())}; the checkpoint has {", ".join(list(state)[:4])}, ...')
+
+# %% ../nbs/10_official.ipynb #d3f0c002
+def advice_on(net:nn.Module, state:dict, kind:str)->str:
+    "What to build for a checkpoint that does not fit"
+    stacked = any(k.startswith('stage0.conv1.weight0.') for k in state)
+    ours = isinstance(getattr(getattr(net, 'stem', None), 'branch', None), Seq)
+    if kind == 'orepa' and stacked != ours:
+        what = 'three stacked OREPA blocks' if stacked else 'a single convolution'
+        return f'The stem of the checkpoint is {what}: build the network with orepa_stem={stacked}'
+    return 'Build the network with the same block, width and classes'
+
+def add_identities(net:nn.Module, new:dict): # {our name: tensor}, changed
+    "Add the identity of ECB to the centre of the 3×3, in blocks with equal channels"
+    for name, layer in net.named_modules():
+        if not isinstance(layer, RepConv2d) or layer.in_channels != layer.out_channels: continue
+        weight = new[f'{name}.branch.parts.0.weight'].clone()
+        weight[..., 1, 1] += torch.eye(layer.in_channels).to(weight)
+        new[f'{name}.branch.parts.0.weight'] = weight
 
 # %% ../nbs/10_official.ipynb #7fa71cb2
 def fit_official(net:nn.Module, state:dict, layout:Layout)->tuple: # {our name: tensor}, Fit
@@ -125,12 +154,19 @@ def load_official(
     net:nn.Module,      # repvgg_*, resnet18 with acnet or orepa blocks, ecbsr: built to match
     state_dict:dict,    # as the official code saves it
     kind:str=None,      # a key of LAYOUTS; None: recognised by its names
-    strict:bool=True    # raise if anything does not fit; otherwise load the rest and warn
+    strict:bool=True,   # raise if anything does not fit; otherwise load the rest and warn
+    with_idt:bool=None  # of ECBSR: trained with the official option `idt_ecbsr`, of which the checkpoint knows nothing
 )->Fit:
     "Load a checkpoint of the official RepVGG, ACNet, OREPA or ECBSR code"
     state = unwrap(state_dict)
-    new, fit = fit_official(net, state, LAYOUTS[one_of(kind or find_kind(state), LAYOUTS, 'kind')])
-    if not fit and strict: raise ValueError(f'the checkpoint does not fit, nothing was loaded: {fit!r}\nBuild the network with the same block, width and classes, or load what fits with strict=False')
+    kind = one_of(kind or find_kind(state), LAYOUTS, 'kind')
+    if kind != 'ecbsr' and with_idt is not None: raise ValueError(f'with_idt is an option of ECBSR, this is a checkpoint of {kind}')
+    new, fit = fit_official(net, state, LAYOUTS[kind])
+    if not fit and strict: raise ValueError(f'the checkpoint does not fit, nothing was loaded: {fit!r}\n{advice_on(net, state, kind)}, or load what fits with strict=False')
     if not fit: warnings.warn(f'the checkpoint fits in part: {fit!r}')
+    if kind == 'ecbsr' and with_idt is None:
+        warnings.warn('a checkpoint of ECBSR does not say whether it was trained with an identity in its blocks (idt_ecbsr in its config.yml): '
+                      'taken as trained without. Say with_idt=False or True')
+    if with_idt: add_identities(net, new)
     net.load_state_dict(new, strict=False)
     return fit

@@ -329,6 +329,288 @@ def test_quantize_says_when_it_cannot_trace():
     with pytest.warns(UserWarning, match='torch.fx cannot trace Sequential .*repq.convert'): repq.quantize(net, 8, 8)
 
 
+# Batch norm under other names
+
+class Doubled(nn.BatchNorm2d):
+    "A subclass that computes something else"
+    def forward(self, x): return 2*super().forward(x)
+
+
+class Named(nn.BatchNorm2d):
+    "A subclass that computes batch norm, in code of its own"
+    def forward(self, x):
+        stats = (None, None) if self.training and not self.track_running_stats else (self.running_mean, self.running_var)
+        return F.batch_norm(x, *stats, self.weight, self.bias, self.training, self.momentum, self.eps)
+
+
+class Vgg(nn.Module):
+    "RepVGG's block, a few times, with any batch norm"
+    def __init__(self, norm=nn.BatchNorm2d, depth=3, channels=4):
+        super().__init__()
+        def conv_bn(k): return nn.Sequential(nn.Conv2d(channels, channels, k, padding=k//2, bias=False), norm(channels))
+        self.blocks = nn.ModuleList(nn.ModuleList([conv_bn(3), conv_bn(1), norm(channels)]) for _ in range(depth))
+        self.head = nn.Linear(channels, 3)
+    def forward(self, x):
+        for a, b, c in self.blocks: x = (a(x) + b(x) + c(x)).relu()
+        return self.head(x.mean((2, 3)))
+
+
+def synchronised(): return nn.SyncBatchNorm.convert_sync_batchnorm(Vgg())
+
+
+@pytest.mark.parametrize('make', [Vgg, synchronised, lambda: Vgg(Named)])
+def test_batch_norm_under_other_names(make):
+    "The same blocks, the same function in training and evaluation, no norm left after merging"
+    net, x = randomize_bn(make().double()), rand(4, 4, 7, 7)
+    new = repq.convert(net)
+    assert len(new.conversion.blocks) == len(new.conversion.layers) == 3
+    for training in (True, False): assert_same(new.train(training)(x), net.train(training)(x), 1e-12)
+    for a, b in zip(by_value(new), by_value(net)): assert_same(a, b, 1e-12)
+    assert_same(repq.merge(new)(x), net(x), 1e-12)
+    assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in repq.merge(new).modules())
+    q = repq.quantize(repq.convert(make()), 8, 8)
+    assert len(quantizable_layers(q)) == 4
+
+
+def test_quantize_folds_synchronised_norms():
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 5), nn.BatchNorm1d(5)))
+    randomize_bn(net)
+    q, x = repq.quantize(copy.deepcopy(net), 8, 8), torch.randn(8, 4, 5, 5)
+    assert type(q[0].after) is nn.BatchNorm2d and type(q[1]) is nn.Identity
+    assert type(q[4]) is nn.SyncBatchNorm   # behind a linear layer: it sees (batch, channels)
+    repq.recalibrate(q, [x], 'ranges')
+    assert rel_error(q.eval()(x), net.eval()(x)) < 0.05
+    repq.merge(q)(x)
+
+
+def test_a_norm_that_computes_something_else_stays():
+    net, x = randomize_bn(nn.Sequential(nn.Conv2d(4, 4, 3), Doubled(4)).double()), rand(2, 4, 7, 7)
+    with pytest.warns(UserWarning, match='converted in part'): new = repq.convert(net)
+    assert type(new[1]) is Doubled
+    assert_same(new.eval()(x), net.eval()(x))
+
+
+def test_synchronised_timm_norms(timm):
+    "timm's norm with an activation, synchronised: the same layers as without"
+    net = randomize_bn(timm.create_model('mobilenetv3_small_050', num_classes=10)).eval()
+    sync, x = timm.layers.convert_sync_batchnorm(copy.deepcopy(net)), torch.randn(1, 3, 64, 64)
+    assert any(isinstance(m, nn.SyncBatchNorm) for m in sync.modules())
+    a, b = repq.convert(net), repq.convert(sync)
+    assert a.conversion.layers == b.conversion.layers
+    with torch.no_grad(): assert_same(b(x), net(x), 1e-5)
+
+
+# What stays as it is, and who says so
+
+class Reader(nn.Module):
+    "Reads the weight of a convolution that it also calls"
+    def __init__(self): super().__init__(); self.body, self.conv = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+    def forward(self, x): return self.conv(self.body(x).relu()) + self.conv.weight.sum()
+
+
+@pytest.mark.parametrize('converted', [True, False])
+def test_a_weight_that_is_read_stays(converted):
+    net, x = Reader(), torch.randn(2, 3, 8, 8)
+    if converted:
+        with pytest.warns(UserWarning, match='converted in part'): net = repq.convert(net)
+    with pytest.warns(UserWarning, match=r'left in full precision: conv \(its parameters are (also )?read by other code'): repq.quantize(net, 8, 8)
+    assert type(net.conv) is nn.Conv2d and isinstance(net.body, RepConv2d)
+    net(x)
+
+
+def test_quantize_leaves_what_convert_left():
+    net = nn.Sequential(OrderedDict(stem=nn.Conv2d(3, 4, 3), body=Vgg(), more=nn.Linear(3, 3)))
+    new = repq.convert(net, leaf=['body'])
+    with pytest.warns(UserWarning, match=r'left in full precision: body \(as leaf= says\)'): q = repq.quantize(new, 8, 8)
+    assert set(quantizable_layers(q)) == {'stem', 'more'} and type(q.body.blocks[0][0][0]) is nn.Conv2d and type(q.body.head) is nn.Linear
+    q(torch.randn(4, 3, 8, 8))
+    assert 'as leaf= says' in repr(repq.merge(q).conversion)
+    wrapped = nn.Sequential(repq.convert(net, leaf=['body']))   # a part of another network
+    with pytest.warns(UserWarning, match=r'0\.body \(as leaf= says\)'): repq.quantize(wrapped, 8, 8)
+    assert set(quantizable_layers(wrapped)) == {'0.stem', '0.more'}
+
+
+def test_edgenext(timm):
+    "Its position encoding reads a weight: 19 other convolutions are quantized, and it runs"
+    torch.manual_seed(0)
+    original, x = family(timm, 'edgenext_xx_small'), torch.randn(2, 3, 64, 64)
+    with pytest.warns(UserWarning, match='converted in part'): net = repq.convert(original)
+    with pytest.warns(UserWarning, match=r'pos_embd.token_projection \(its parameters'): repq.quantize(net, 8, 8)
+    repq.recalibrate(net, [x], 'ranges')
+    with torch.no_grad(): assert rel_error(net.eval()(x), original(x)) < 0.1
+    assert_layers_agree(net, repq.merge(net), x)
+
+
+def test_a_convolution_that_is_called_twice_is_a_layer():
+    class Twice(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        def forward(self, x): return self.b(self.a(x)) + self.a(x.relu())
+    net, x = Twice().double(), rand(2, 4, 7, 7)
+    new = repq.convert(net)
+    assert set(new.conversion.layers) == {'a', 'b'} and not new.conversion.left
+    assert_same(new(x), net(x))
+    q = repq.quantize(repq.convert(Twice()), 8, 8)
+    q(torch.randn(2, 4, 7, 7)); repq.merge(q)(torch.randn(2, 4, 7, 7))
+
+
+def test_dropout_is_no_convolution(recwarn):
+    "A dropout in a head is not worth a word; one between two branches splits them"
+    head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 2))
+    report = repq.convert(head).conversion
+    assert not recwarn and not report.left and not report.split
+    class Between(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b, self.drop = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Dropout(0.1)
+        def forward(self, x): return self.drop(self.a(x)) + self.b(x)
+    report = repq.convert(Between()).conversion
+    assert not recwarn and not report.left and report.split[0][0] == 'drop' and 'in training' in report.split[0][1]
+
+
+class Attention(nn.Module):
+    def __init__(self, fused): super().__init__(); self.qkv, self.proj, self.fused = nn.Linear(8, 24), nn.Linear(8, 8), fused
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.proj(y)
+
+
+class Sequences(nn.Module):
+    "All kinds of things without a layer of ours"
+    def __init__(self):
+        super().__init__()
+        self.fused, self.plain, self.mha = Attention(True), Attention(False), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3)
+    def forward(self, x):
+        x = self.plain(self.fused(x))
+        x = x + self.mha(x, x, x)[0]
+        return self.head(self.lstm(x)[0])
+
+
+def test_what_stays_in_float_is_said_once():
+    with pytest.warns(UserWarning) as said: q = repq.quantize(Sequences(), 8, 8)
+    assert len(said) == 1
+    text = str(said[0].message)
+    for part in ('mha (MultiheadAttention', 'lstm (LSTM: a recurrent layer)', 'fused (attention)', 'plain (a matrix product)'): assert part in text, part
+    assert set(quantizable_layers(q)) == {'fused.qkv', 'fused.proj', 'plain.qkv', 'plain.proj', 'head'}
+    q(torch.randn(2, 5, 8)); repq.merge(q)(torch.randn(2, 5, 8))
+
+
+def test_weights_that_a_function_takes(timm):
+    "torchvision's Swin hands the weights of its linear layers to a function: they are never called, and stay"
+    from torchvision.models import swin_t
+    net = swin_t(num_classes=5).eval()
+    with pytest.warns(UserWarning, match=r'qkv and \d+ more|attn.(qkv|proj), .* \(its parameters are read by other code\)'): repq.quantize(net, 8, 8)
+    x = torch.randn(1, 3, 64, 64)
+    repq.recalibrate(net, [x], 'ranges')
+    assert repq.merge(net)(x).shape == (1, 5) and len(quantizable_layers(net)) == 29
+
+
+def test_networks_without_products_say_nothing(recwarn):
+    repq.quantize(repq.convert(Vgg()), 8, 8)
+    repq.quantize(repq.models.resnet18(5, 'acnet', 0.125), 4, 4)
+    assert not recwarn
+
+
+# Rewritten modules keep what they are
+
+class Own2(nn.Module):
+    "A network with methods, attributes and a property of its own, whose forward has a region"
+    scale = 3
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.bn, self.classifier, self.reduction = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Linear(4, 3), 7
+        self.unused = nn.Linear(2, 2)
+    def forward_head(self, x): return self.classifier(x.mean((2, 3)))
+    def forward(self, x): return self.forward_head((self.bn(self.a(x)) + self.b(x)).relu())
+    def get_classifier(self): return self.classifier
+    def reset_classifier(self, n): self.classifier = nn.Linear(4, n)
+    @property
+    def first(self): return self.a
+    @staticmethod
+    def made_by(): return 'us'
+
+
+def test_a_rewritten_network_keeps_its_class(tmp_path):
+    net, x = randomize_bn(Own2()).eval(), torch.randn(2, 4, 9, 9)
+    new = repq.convert(net)
+    assert isinstance(new, Own2) and type(new).__name__ == 'Own2' and set(new.conversion.layers) == {'rep'}
+    torch.save(new, tmp_path/'net.pt')
+    for n in (new, copy.deepcopy(new), torch.load(tmp_path/'net.pt', weights_only=False), repq.convert(copy.deepcopy(net), inplace=True)):
+        assert isinstance(n, (Own2, Rewritten)) and n.scale == 3 and n.reduction == 7 and n.made_by() == 'us' and n.get_classifier() is n.classifier
+        assert_same(n(x), net(x), 1e-6)
+        for name in ('a', 'first'):
+            with pytest.raises(AttributeError, match='a of this Own2 became part of the layer rep'): getattr(n, name)
+        with pytest.raises(AttributeError, match="no attribute 'c'"): n.c
+        assert set(dict(n.named_children())) == {'rep', 'classifier', 'unused'}
+        n.reset_classifier(5)
+        assert n(x).shape == (2, 5)
+    assert repq.convert(net, inplace=True) is net
+
+
+def test_a_rewritten_network_is_quantized_traced_and_compiled_like_any_other():
+    net, x = repq.convert(randomize_bn(Own2())).eval(), torch.randn(2, 4, 9, 9)
+    graph = torch.fx.symbolic_trace(repq.merge(net))
+    assert_same(graph(x), net(x), 1e-5)
+    exported = torch.export.export(repq.merge(net), (x,)).module()
+    assert_same(exported(x), net(x), 1e-5)
+    again = repq.convert(net)
+    assert isinstance(again, Own2) and torch.equal(again(x), net(x))
+
+
+class Loop(nn.Module):
+    "Iterates over a sequence that it never calls; the region goes over its border"
+    def __init__(self): super().__init__(); self.stage, self.conv = nn.Sequential(Skip(), nn.Conv2d(4, 4, 1)), nn.Conv2d(4, 4, 3)
+    def forward(self, x):
+        for m in self.stage: x = m(x)
+        return self.conv(x.relu())
+
+
+class Skip(nn.Module):
+    def __init__(self): super().__init__(); self.conv = nn.Conv2d(4, 4, 3, padding=1)
+    def forward(self, x): return x + self.conv(x)
+
+
+def test_a_sequence_that_is_iterated_is_not_rewritten():
+    net, x = Loop().double(), rand(2, 4, 7, 7)
+    new = repq.convert(net)
+    assert_same(new(x), net(x))
+    assert len(new.conversion.layers) == 2
+
+
+def test_timm_methods_live_on(timm):
+    original, x = family(timm, 'mobileone_s0'), torch.randn(1, 3, 64, 64)
+    net = repq.convert(original)
+    assert type(net) is type(original) and type(net.stages[0][0]).__name__ == 'MobileOneBlock' and isinstance(net.stages[0][0], type(original.stages[0][0]))
+    with torch.no_grad(): assert_same(net.forward_features(x), original.forward_features(x), 1e-5)
+    net.reset_classifier(4)
+    assert net(x).shape == (1, 4)
+
+
+# The paper's exceptions for the families it has
+
+def bits_of(net): return {n: (l.weight_quantizer.bits, l.input_quantizer.bits) for n, l in quantizable_layers(net).items()}
+
+
+def test_exceptions_of_the_paper_in_converted_networks(timm, recwarn):
+    from torchvision.models import resnet18
+    cases = {'repvgg': (repq.convert(timm.create_model('repvgg_a0', num_classes=10)), 'stem.rep', (4, 8)), 'resnet': (repq.convert(resnet18(num_classes=10)), 'conv1', (8, 8))}
+    for name, (net, first, bits) in cases.items():
+        assert net.conversion.family == name
+        got = bits_of(repq.quantize(net, 4, 4))
+        assert got.pop(first) == bits and set(got.values()) == {(4, 4)}
+    part = nn.Sequential(OrderedDict(body=repq.convert(resnet18(num_classes=10)), head=nn.Linear(10, 2)))
+    assert bits_of(repq.quantize(part, 4, 4))['body.conv1'] == (8, 8)
+    assert set(bits_of(repq.quantize(repq.convert(resnet18(num_classes=10)), 4, 4, exceptions=None)).values()) == {(4, 4)}
+    assert not recwarn
+
+
+def test_an_unknown_family_is_said_once(recwarn):
+    for exceptions, bits in ((None, 4), ('paper', 8), ({'0': (8, 8)}, 4)): repq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3)), bits, bits, exceptions=exceptions)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"no rule for Sequential, all layers get the same bits.*exceptions=\{'0': \(8, 8\)\}") as said:
+        net = repq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), 4, 4)
+    assert len(said) == 1 and set(bits_of(net).values()) == {(4, 4)}
+
+
 # Official checkpoints. The modules below follow the papers and the names of the official state dicts.
 
 def conv_bn(i, o, k, stride=1): return OrderedDict(conv=nn.Conv2d(i, o, k, stride, k//2, bias=False), bn=nn.BatchNorm2d(o))
@@ -416,8 +698,9 @@ def orepa_resnet(): return official_resnet(LargeOREPA(3, 8, 2), OREPA, OREPA, 's
 
 
 class ECB(nn.Module):
-    def __init__(self, i, o, act=True):
+    def __init__(self, i, o, act=True, with_idt=False):
         super().__init__()
+        self.with_idt = with_idt and i == o
         def branch(**shapes):
             m = nn.Module()
             for name, shape in shapes.items(): m.register_parameter(name, nn.Parameter(torch.randn(shape)/2))
@@ -435,13 +718,15 @@ class ECB(nn.Module):
         m = self.conv1x1_3x3
         y = self.conv3x3(x) + F.conv2d(F.conv2d(padded, m.k0, m.b0), m.k1, m.b1)
         for m in (self.conv1x1_sbx, self.conv1x1_sby, self.conv1x1_lpl): y = y + F.conv2d(F.conv2d(padded, m.k0, m.b0), m.scale*m.mask, m.bias, groups=len(m.bias))
+        if self.with_idt: y = y + x
         return self.act(y) if hasattr(self, 'act') else y
 
 
 class OfficialECBSR(nn.Module):
-    def __init__(self, blocks=2, channels=4, scale=2):
+    def __init__(self, blocks=2, channels=4, scale=2, with_idt=False):
         super().__init__()
-        self.backbone = nn.Sequential(ECB(1, channels), *(ECB(channels, channels) for _ in range(blocks)), ECB(channels, scale**2, act=False))
+        ins, outs = [1] + [channels]*(blocks + 1), [channels]*(blocks + 1) + [scale**2]
+        self.backbone = nn.Sequential(*(ECB(i, o, n <= blocks, with_idt) for n, (i, o) in enumerate(zip(ins, outs))))
         self.upsampler = nn.PixelShuffle(scale)
     def forward(self, x): return self.upsampler(self.backbone(x) + x)
 
@@ -458,7 +743,7 @@ def test_official_checkpoints(kind):
     official, net, x = make().double().eval(), ours().double().eval(), rand(*shape)
     with torch.no_grad(): y = official(x)
     assert_differs(net(x), y)
-    fit = repq.load_official(net, {'state_dict': official.state_dict()})
+    fit = repq.load_official(net, {'state_dict': official.state_dict()}, **(dict(with_idt=False) if kind == 'ecbsr' else {}))
     assert fit and len(fit.loaded) > 20
     assert_same(net(x), y, 1e-11)
 
@@ -499,6 +784,54 @@ def test_wrong_networks_are_told_what_does_not_fit():
     with pytest.raises(ValueError, match='missing(.|\n)*branch.parts.0.scale'): repq.load_official(repq.models.resnet18(5, 'orepa', 0.125), state)
     with pytest.raises(ValueError, match='unexpected(.|\n)*stage0.conv1.weight0'): repq.load_official(repq.models.resnet18(5, 'orepa', 0.125), orepa_resnet().state_dict())
     with pytest.raises(ValueError, match='deployed'): repq.load_official(net, {'stage1.0.conv1.acb.fused_conv.weight': rand(1)})
+
+
+def test_the_stem_of_orepa_is_named():
+    "Refused with the option that builds the stem of the checkpoint, either way round"
+    stacked, single = orepa_resnet().state_dict(), {k: t for k, t in orepa_resnet().state_dict().items() if 'weight0' not in k}
+    for stem, state in ((False, stacked), (True, single)):
+        net = repq.models.resnet18(5, 'orepa', 0.125, orepa_stem=stem)
+        with pytest.raises(ValueError, match=f'nothing was loaded(.|\n)*build the network with orepa_stem={not stem}'): repq.load_official(net, state)
+
+
+def test_numpy_arrays():
+    "ACNet's code saves numpy arrays in hdf5, with the widths of its layers as `deps`"
+    official, x = acnet_resnet().eval(), rand(1, 3, 64, 64)
+    arrays = {**{k: t.numpy() for k, t in official.state_dict().items()}, 'deps': torch.tensor([8, 8, 16]).numpy(), 'note': 'of an experiment'}
+    net = repq.models.resnet18(5, 'acnet', 0.125).double().eval()
+    assert repq.load_official(net, arrays)
+    assert_same(net(x), official(x), 1e-11)
+
+
+def test_an_open_hdf5_file(tmp_path):
+    h5py = pytest.importorskip('h5py', reason='h5py reads hdf5, and is not installed')
+    official, x = acnet_resnet().eval(), rand(1, 3, 64, 64)
+    arrays = {k: t.numpy() for k, t in official.state_dict().items()}
+    with h5py.File(tmp_path/'net.hdf5', 'w') as f:
+        for k, v in arrays.items(): f.create_dataset(k, data=v)
+    net = repq.models.resnet18(5, 'acnet', 0.125).double().eval()
+    with h5py.File(tmp_path/'net.hdf5') as f: assert repq.load_official(net, f)
+    assert_same(net(x), official(x), 1e-11)
+
+
+def test_the_identity_of_ecb_has_to_be_told(recwarn):
+    "The checkpoint does not show it: a warning names the option, and with it the network is the same"
+    official, x = OfficialECBSR(with_idt=True).double().eval(), rand(2, 1, 11, 9)
+    assert [b.with_idt for b in official.backbone] == [False, True, True, True]
+    net, without = repq.models.ecbsr(2, 4, 2).double(), repq.models.ecbsr(2, 4, 2).double()
+    repq.load_official(net, official.state_dict(), with_idt=True)
+    assert_same(net(x), official(x), 1e-11)
+    repq.load_official(without, official.state_dict(), with_idt=False)
+    assert not recwarn
+    assert_differs(without(x), official(x))
+    with pytest.warns(UserWarning, match='idt_ecbsr(.|\n)*with_idt=False or True'): repq.load_official(without, official.state_dict())
+    with pytest.raises(ValueError, match='an option of ECBSR, this is a checkpoint of acnet'): repq.load_official(repq.models.resnet18(5, 'acnet', 0.125), acnet_resnet().state_dict(), with_idt=True)
+
+
+def test_the_prior_of_odd_channels():
+    "OREPA halves the channels in float"
+    from repq.kernel import frequency_prior
+    for n in (5, 8): assert_same(frequency_prior(n, dtype=torch.float64).weight[:, 0], OREPA(3, n).weight('prior'), 1e-12)
 
 
 def test_every_layout_covers_its_network():
