@@ -29,7 +29,7 @@ from .norm import STATISTICS
 from .branch import Conv
 from .layer import QuantLinear, Quantizable, RepConv2d, foldable, needs_symmetry, one_of
 from .quantizer import QuantizerState, int_range
-from .models import RepNet, conversions, layer_bits, rep_nets
+from .models import RepNet, conversions, layer_bits, layers_of, rep_nets
 
 # %% ../nbs/09_qat.ipynb #786ae278
 def replace_module(net:nn.Module, name:str, new:nn.Module):
@@ -112,17 +112,19 @@ ONE_CALL = {nn.RNNBase: 'a recurrent layer', nn.RNNCellBase: 'a recurrent layer'
 def left_alone(net:nn.Module)->dict: # name -> reason, which holds for all that is inside
     "The modules that must not be replaced"
     found = {prefix + n: why for prefix, c in conversions(net).items() for n, why in c.untouched().items()}
-    found = {n: why for n, why in found.items() if n in dict(net.named_modules())}
-    for name, m in net.named_modules():
+    modules = dict(net.named_modules())
+    found = {n: why for n, why in found.items() if n in modules and layers_of(modules[n])}
+    for name, m in modules.items():
         why = next((why for kind, why in ONE_CALL.items() if isinstance(m, kind)), None)
         if why and not is_inside(name, found): found[name] = f'{type(m).__name__}: {why}'
     for prefix, _, graph in traced_parts(net):
         if graph is None: continue
         called = {n.target for n in graph.nodes if n.op == 'call_module'}
-        for name in {n.target.rpartition('.')[0] for n in graph.nodes if n.op == 'get_attr'}:
-            kind = type(net.get_submodule(prefix + name))
-            if (kind is nn.Conv2d or (kind is nn.Linear and name not in called)) and not is_inside(prefix + name, found):
-                found[prefix + name] = 'its parameters are read by other code'
+        for name in dict.fromkeys(n.target.rpartition('.')[0] for n in graph.nodes if n.op == 'get_attr'):
+            path = (prefix + name).rstrip('.')
+            kind = type(modules.get(path))
+            if (kind is nn.Conv2d or (kind is nn.Linear and name not in called)) and not is_inside(path, found):
+                found[path] = 'its parameters are read by other code'
     return found
 
 # %% ../nbs/09_qat.ipynb #b1d0a006
