@@ -193,9 +193,10 @@ def computed_weight(m:nn.Module)->str:
     return computed_by_hook(m)
 
 # %% ../nbs/09_qat.ipynb #b122cc43
-HOOKS = ('_forward_pre_hooks', '_forward_pre_hooks_with_kwargs', '_forward_hooks', '_forward_hooks_with_kwargs',
-         '_forward_hooks_always_called', '_backward_pre_hooks', '_backward_hooks')
-STATE_HOOKS = ('_state_dict_hooks', '_state_dict_pre_hooks', '_load_state_dict_pre_hooks', '_load_state_dict_post_hooks')
+HOOKS = ('_forward_pre_hooks', '_forward_pre_hooks_with_kwargs', '_forward_hooks',
+         '_forward_hooks_with_kwargs', '_forward_hooks_always_called', '_backward_pre_hooks', '_backward_hooks')
+STATE_HOOKS = ('_state_dict_hooks', '_state_dict_pre_hooks',
+               '_load_state_dict_pre_hooks', '_load_state_dict_post_hooks')
 
 def carry_hooks(name:str, old:nn.Module, new:nn.Module):
     "Give a layer the hooks of the one that it replaces"
@@ -203,9 +204,9 @@ def carry_hooks(name:str, old:nn.Module, new:nn.Module):
     new._is_full_backward_hook = old._is_full_backward_hook
     behind = old._forward_hooks or old._backward_hooks or old._backward_pre_hooks
     if behind and getattr(new, 'after', None) is not None:
-        warnings.warn(f'{name}: its hooks now see the output behind the batch norm, which has become part of the layer')
+        warnings.warn(f'{name}: its hooks now see the output behind the batch norm, which is part of the layer now')
     if any(getattr(old, kind) for kind in STATE_HOOKS):
-        warnings.warn(f'{name}: hooks on its state dict are not carried over, because its parameters have other names now')
+        warnings.warn(f'{name}: hooks on its state dict are not carried over: its parameters have other names now')
 
 # %% ../nbs/09_qat.ipynb #c0c2eb7b
 def unsupported_conv(conv:nn.Conv2d)->str:
@@ -264,13 +265,15 @@ def refuse_merged(net:nn.Module):
     "Refuse a network that has been merged to integers"
     for name, m in net.named_modules():
         if 'codes' not in m._buffers: continue
-        raise ValueError(f'the network is merged already ({name.rpartition(".")[0] or "the layer itself"}): its weights are integers '
-                         'and nothing in it learns. Go back to the network that repq.merge was called on')
+        layer = name.rpartition('.')[0] or 'the layer itself'
+        raise ValueError(f'the network is merged already ({layer}): its weights are integers and nothing in it '
+                         'learns. Go back to the network that repq.merge was called on')
 
 def refuse_computed(name:str, layer:Quantizable):
     "Refuse a block with a weight that only a forward pass of its branches would compute anew"
     for part, m in layer.named_modules():
-        if why := computed_by_hook(m): raise ValueError(f'{name or "the layer"}: {part or "its weight"} is {why}')
+        why = computed_by_hook(m)
+        if why: raise ValueError(f'{name or "the layer"}: {part or "its weight"} is {why}')
 
 # %% ../nbs/09_qat.ipynb #8fc3043a
 def whole_bits(bits, what:str)->int:
@@ -283,8 +286,9 @@ def whole_exceptions(exceptions):
     "Exceptions with their bits as Python integers"
     if not isinstance(exceptions, dict): return exceptions
     def pair(pattern, bits):
-        if not isinstance(bits, (tuple, list)) or len(bits) != 2: return bits   # `layer_bits` knows what to say
-        return tuple(whole_bits(b, f'exceptions[{pattern!r}]: {what}') for b, what in zip(bits, ('weight_bits', 'act_bits')))
+        if not isinstance(bits, (tuple, list)) or len(bits) != 2: return bits   # `layer_bits` refuses it
+        names = (f'exceptions[{pattern!r}]: {what}' for what in ('weight_bits', 'act_bits'))
+        return tuple(whole_bits(b, name) for b, name in zip(bits, names))
     return {pattern: pair(pattern, bits) for pattern, bits in exceptions.items()}
 
 def checked_bits(net:nn.Module, weight_bits, act_bits, exceptions)->dict: # layer name -> (weight_bits, act_bits)
@@ -297,7 +301,8 @@ def checked_bits(net:nn.Module, weight_bits, act_bits, exceptions)->dict: # laye
         if pair == (32, 32): continue
         for what, b in zip(('weight_bits', 'act_bits'), pair):
             if 2 <= b <= 8: continue
-            raise ValueError(f'{name or "the layer"}: {what} must be 2..8, got {b}; a layer in full precision has 32 for both')
+            raise ValueError(f'{name or "the layer"}: {what} must be 2..8, got {b}; '
+                             'a layer in full precision has 32 for both')
     return bits
 
 # %% ../nbs/09_qat.ipynb #4e746d95
@@ -417,11 +422,11 @@ def check_numbers(name:str, layer:Quantizable):
     refuse_computed(name, layer)
     for part, t in chain(layer.named_parameters(), layer.named_buffers()):
         if not t.is_floating_point(): continue
-        wrong = t.numel() - int(t.isfinite().sum())
-        if wrong: raise ValueError(f'{name or "the layer"}: {wrong} of {t.numel()} numbers in {part} are NaN or infinite. '
+        where, wrong = name or 'the layer', t.numel() - int(t.isfinite().sum())
+        if wrong: raise ValueError(f'{where}: {wrong} of {t.numel()} numbers in {part} are NaN or infinite. '
                                    'The training has diverged: go back to a checkpoint of before')
         if part.endswith('running_var') and (t < 0).any():
-            raise ValueError(f'{name or "the layer"}: {part} holds negative variances: measure them with repq.recalibrate(net, batches)')
+            raise ValueError(f'{where}: {part} holds negative variances: repq.recalibrate(net, batches) measures them')
 
 # %% ../nbs/09_qat.ipynb #9498a9a2
 def is_initialised(layer:Quantizable)->bool:
@@ -432,7 +437,8 @@ def is_initialised(layer:Quantizable)->bool:
 def merge_layer(name:str, layer:Quantizable)->nn.Module:
     "The deployed form of a layer: integers if it is quantized and has seen data"
     check_numbers(name, layer)
-    if layer.mode == 'quantized' and is_initialised(layer): return merge_quantized(layer).requires_grad_(False)
+    if layer.mode == 'quantized' and is_initialised(layer):
+        return merge_quantized(layer).requires_grad_(False)
     if isinstance(layer, QuantLinear): return plain_linear(layer, layer.weight)
     k, n = layer.kernel(), layer.after
     if n is not None: k = fold_bn(k, n.running_mean, n.running_var, n.weight, n.bias, n.eps)
@@ -452,9 +458,10 @@ def merge(
     cold = [n or 'the layer' for n, l in layers.items() if not is_initialised(l)]
     way = "repq.recalibrate(net, batches, 'ranges') sets their steps"
     if cold and len(cold) == len(layers):
-        raise ValueError(f'the quantizers were never initialised ({cold[0]}, ...): {way}, and repq.ptq(net, batches) quantizes a network '
-                         'of full precision in one call; or train, then merge')
-    if cold: warnings.warn(f'merged in full precision, because no data has reached them: {", ".join(cold)}. If they are used, {way}')
+        raise ValueError(f'the quantizers were never initialised ({cold[0]}, ...): {way}, and repq.ptq(net, batches) '
+                         'quantizes a network of full precision in one call; or train, then merge')
+    if cold: warnings.warn('merged in full precision, because no data has reached them: '
+                           f'{", ".join(cold)}. If they are used, {way}')
     net = copied(net).eval()
     for name, layer in quantizable_layers(net).items():
         merged = merge_layer(name, layer).eval()
@@ -497,8 +504,10 @@ WANTED = 'an iterable of tensors or (input, target) pairs, such as a DataLoader'
 
 def check_batches(batches, n=None):
     "Refuse what cannot be a source of batches"
-    if isinstance(batches, Tensor): raise ValueError(f'batches is one tensor of shape {tuple(batches.shape)}: put it into a list, [x]')
-    if isinstance(batches, (str, bytes, dict)) or not (hasattr(batches, '__iter__') or hasattr(batches, '__getitem__')):
+    if isinstance(batches, Tensor):
+        raise ValueError(f'batches is one tensor of shape {tuple(batches.shape)}: put it into a list, [x]')
+    iterates = hasattr(batches, '__iter__') or hasattr(batches, '__getitem__')
+    if isinstance(batches, (str, bytes, dict)) or not iterates:
         raise ValueError(f'batches must be {WANTED}, got {batches!r}')
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise ValueError(f'n must be a whole number of at least 1, or None for all batches, got {n!r}')
@@ -507,9 +516,11 @@ def inputs_of(batches, n=None):
     "The inputs of batches, whatever form they have: tensors, or (input, target)"
     for b in islice(batches, n):
         if not isinstance(b, (Tensor, tuple, list)):
-            raise ValueError(f"a batch is a {type(b).__name__}: batches must be {WANTED} (of fastai's DataLoaders give dls.train or dls.valid)")
+            raise ValueError(f'a batch is a {type(b).__name__}: batches must be {WANTED} '
+                             "(of fastai's DataLoaders give dls.train or dls.valid)")
         x = b if isinstance(b, Tensor) else b[0] if b else None
-        if not isinstance(x, Tensor): raise ValueError(f'a batch begins with a {type(x).__name__}: batches must be {WANTED}')
+        if not isinstance(x, Tensor):
+            raise ValueError(f'a batch begins with a {type(x).__name__}: batches must be {WANTED}')
         yield x
 
 # %% ../nbs/09_qat.ipynb #1a0318fd
@@ -521,13 +532,14 @@ def recalibrate(
     n:int=None             # use at most so many batches
 )->nn.Module:
     "Measure running statistics, or the ranges of quantizers, again from data"
-    measure = {'statistics': average_statistics, 'ranges': set_ranges}[one_of(what, ('statistics', 'ranges'), 'what')]
+    one_of(what, ('statistics', 'ranges'), 'what')
+    measure = average_statistics if what == 'statistics' else set_ranges
     check_network(net)
     check_batches(batches, n)
     if what == 'ranges': refuse_merged(net)
     was, inputs = {m: m.training for m in net.modules()}, inputs_of(batches, n)
     first = next(inputs, None)
-    if first is None: raise ValueError('recalibrate got no batch: give it an iterable of tensors or (input, target) pairs, not used up')
+    if first is None: raise ValueError(f'recalibrate got no batch: give it {WANTED}, not used up')
     device = next(net.parameters(), first).device
     try: measure(net, (x.to(device) for x in chain([first], inputs)))
     finally:
@@ -591,10 +603,12 @@ def parameter_groups(
     if step_lr is not None: check_rates(step_lr=step_lr)
     steps = [m.step for m in net.modules() if isinstance(m, QuantizerState)]
     if step_lr is not None and not steps:
-        raise ValueError('step_lr is given, but the network has no quantizers yet: call repq.quantize(net, ..) first, then make the groups')
+        raise ValueError('step_lr is given, but the network has no quantizers yet: '
+                         'call repq.quantize(net, ..) first, then make the groups')
     known = {id(s) for s in steps}
     rest = [p for p in net.parameters() if id(p) not in known]
-    if not any(p.requires_grad for p in rest): raise ValueError('the network has nothing to train: is it merged? Take the one before')
+    if not any(p.requires_grad for p in rest):
+        raise ValueError('the network has nothing to train: is it merged? Take the one before')
     weights = [p for p in rest if decay_norms or p.ndim > 1]
     others = [p for p in rest if not (decay_norms or p.ndim > 1)]
     groups = [dict(name='weights', params=weights, lr=lr, weight_decay=weight_decay),

@@ -418,12 +418,12 @@ def read_content(path)->tuple: # Content, header
     return Content(layers, header['folded'], header['structure'], tensors), header
 
 # %% ../nbs/10_saving.ipynb #5afe001f
-def range_of(network, input_range):
-    "The range of inputs: as given, or as the network has it"
-    if not isinstance(network, dict) or network.get('name') != 'ecbsr': return input_range
-    wanted = 'luma 0..255' if network.get('colors', 1) == 1 else 'RGB 0..255'
-    if input_range in (None, wanted): return wanted
-    raise ValueError(f'ECBSR takes {wanted}, not {input_range!r}')
+def range_of(net:nn.Module, input_range):
+    "The range of inputs: as given, or as the network has it; None if nobody has said"
+    own = getattr(net, 'input_range', '') or None
+    if not isinstance(net, RepNet) or own is None: return input_range or own
+    if input_range in (None, own): return own
+    raise ValueError(f'{type(net).__name__} takes input in {own}, not in {input_range!r}')
 
 def network_of(plain:nn.Module, content:Content):
     "Name and arguments of a network of this package, or None"
@@ -457,7 +457,7 @@ def save(
     content = Content({name: entry_of(m) for name, m in layers.items()}, folded, structure(others), tensors)
     network = network_of(plain, content)
     header = dict(format=FORMAT, repq=repq.__version__, network=network, about=check_about(about),
-                  input_range=range_of(network, input_range), structure=content.structure,
+                  input_range=range_of(plain, input_range), structure=content.structure,
                   layers={name: e.as_json() for name, e in content.layers.items()},
                   folded=[] if network else folded)
     check_same(plain, fill(copied(plain), content))
@@ -477,7 +477,7 @@ def check_same(a:nn.Module, b:nn.Module):
     a, b = (net.state_dict() for net in (a, b))
     differ = sorted(a.keys() ^ b.keys())
     differ += [n for n in a.keys() & b.keys() if not torch.equal(a[n].cpu(), b[n])]
-    if differ: raise ValueError(f'the network cannot be saved: {", ".join(differ[:5])} would come back changed')
+    if differ: raise ValueError(f'the network cannot be saved: {", ".join(differ[:5])} would change')
 
 # %% ../nbs/10_saving.ipynb #5afe0022
 def load(
@@ -489,13 +489,17 @@ def load(
     if net is not None: check_network(net)
     try:
         content, header = read_content(path)
-        saved = range_of(header['network'], header['input_range'])
+        saved = header['input_range']
         if input_range is not None and input_range != saved:
-            raise ValueError(f'its inputs are {saved!r}, not {input_range!r}')
+            raise ValueError(f'its inputs are in {saved!r}, not in {input_range!r}')
         if net is None and header['network'] is None:
             raise ValueError('its network is not one of repq.models: make one of the same architecture, '
                              'and repq.load(path, net=...)')
-        return fill(build_skeleton(header['network']) if net is None else copied(net).cpu(), content)
+        net = build_skeleton(header['network']) if net is None else copied(net).cpu()
+        range_of(net, saved or 'a range that it does not say')
+        net = fill(net, content)
+        if saved: net.input_range = saved
+        return net
     except ValueError as e: raise ValueError(f'{path} cannot be loaded: {e}') from e
 
 def about_file(path)->dict: # sha256, format, repq, network, input_range, layers, folded, structure, about

@@ -148,8 +148,11 @@ def test_about(tmp_path):
     repq.save(merged(foreign()), path, input_range='RGB -1..1', about=dict(accuracy=.9, labels=['a', 'b']))
     about = about_file(path)
     assert about['about'] == dict(accuracy=.9, labels=['a', 'b']) and about['repq'] == repq.__version__ and about['format'] == 1
-    assert about['input_range'] == 'RGB -1..1' and repq.load(path, foreign(), input_range='RGB -1..1')
-    with pytest.raises(ValueError, match="its inputs are 'RGB -1..1', not 'RGB 0..1'"): repq.load(path, foreign(), input_range='RGB 0..1')
+    assert about['input_range'] == 'RGB -1..1'
+    again = repq.load(path, foreign(), input_range='RGB -1..1')
+    assert again.input_range == 'RGB -1..1'
+    assert about_file(repq.save(again, path))['input_range'] == 'RGB -1..1'      # it stays with the network
+    with pytest.raises(ValueError, match="its inputs are in 'RGB -1..1', not in 'RGB 0..1'"): repq.load(path, foreign(), input_range='RGB 0..1')
     for wrong in ([1], dict(a=float('nan')), dict(a=torch.ones(1)), dict(a=(1, 2))):
         with pytest.raises(ValueError, match='about must be'): repq.save(merged(foreign()), path, about=wrong)
 
@@ -157,11 +160,13 @@ def test_about(tmp_path):
 def test_range_of_super_resolution(tmp_path):
     net, path = merged(build_model('ecbsr'), batches=data(1)), tmp_path/'net.safetensors'
     repq.save(net, path)
-    assert about_file(path)['input_range'] == 'luma 0..255'
-    with pytest.raises(ValueError, match='takes luma 0..255'): repq.save(net, path, input_range='luma 0..1')
+    assert about_file(path)['input_range'] == repq.load(path).input_range == '0..255'
+    with pytest.raises(ValueError, match='ECBSR takes input in 0..255'): repq.save(net, path, input_range='0..1')
     header, tensors = opened(path)
-    path.write_bytes(sealed(tensors, dict(header, input_range='luma 0..1')))
-    with pytest.raises(ValueError, match='takes luma 0..255'): repq.load(path)
+    for wrong in ('0..1', None):
+        path.write_bytes(sealed(tensors, dict(header, input_range=wrong)))
+        for frame in (None, build_model('ecbsr')):
+            with pytest.raises(ValueError, match='ECBSR takes input in 0..255'): repq.load(path, net=frame)
 
 
 def test_smaller_than_float(tmp_path):
