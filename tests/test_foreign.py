@@ -329,6 +329,50 @@ def test_quantize_says_when_it_cannot_trace():
     with pytest.warns(UserWarning, match='torch.fx cannot trace Sequential .*repq.convert'): repq.quantize(net, 8, 8)
 
 
+# Many networks, from convert to integers
+
+QUICK = 'timm/repvgg_a0 timm/edgenext_xx_small timm/mobilenetv3_small_050 timm/regnetx_002 torchvision/resnet18 torchvision/shufflenet_v2_x0_5'.split()
+MANY = '''timm/repvgg_b0 timm/mobileone_s0 timm/repvit_m0_9 timm/fastvit_t8 timm/repghostnet_050 timm/lcnetv2_small timm/shvit_s1 timm/efficientvit_b0
+timm/efficientvit_m0 timm/levit_128s timm/mobilevit_xxs timm/mobilevitv2_050 timm/resnet10t timm/resnet18 timm/resnetv2_50 timm/convnext_atto timm/mixnet_s
+timm/tinynet_e timm/ghostnet_050 timm/dla46_c timm/hrnet_w18_small timm/cspresnet50 timm/ese_vovnet19b_dw timm/selecsls42b timm/poolformer_s12 timm/starnet_s1
+timm/mobilenetv4_conv_small timm/inception_next_atto timm/efficientnet_lite0 timm/gernet_s timm/resnest14d timm/swiftformer_xs timm/visformer_tiny timm/darknet53
+timm/seresnet18 timm/mobilenetv2_035 timm/semnasnet_075 timm/efficientformer_l1 timm/densenet121 timm/resnet18d timm/nf_regnet_b0 timm/rexnet_100 timm/skresnet18
+timm/sebotnet33ts_256 timm/hardcorenas_a timm/tiny_vit_5m_224 timm/vit_tiny_patch16_224 torchvision/resnet50 torchvision/mobilenet_v2 torchvision/mobilenet_v3_small
+torchvision/squeezenet1_1 torchvision/efficientnet_b0 torchvision/regnet_y_400mf torchvision/mnasnet0_5 torchvision/convnext_tiny torchvision/swin_t
+torchvision/vgg11_bn torchvision/alexnet torchvision/vit_b_16'''.split()
+SIZES = dict.fromkeys('efficientvit_m0 levit_128s swiftformer_xs visformer_tiny efficientformer_l1 tiny_vit_5m_224 vit_tiny_patch16_224 vit_b_16'.split(), 224) | dict(
+    alexnet=96, sebotnet33ts_256=256)   # others 64
+
+
+def random_network(timm, name):
+    "A network of timm or torchvision with random statistics and no weight at zero"
+    library, name = name.split('/')
+    net = family(timm, name) if library == 'timm' else randomize_bn(pytest.importorskip('torchvision').models.get_model(name, num_classes=10))
+    for m in net.modules():
+        if library == 'torchvision' and isinstance(m, nn.BatchNorm2d): m.weight.data.mul_(0.4)
+        if isinstance(m, nn.Linear) and not m.weight.any(): nn.init.normal_(m.weight, std=0.02)
+    return net.eval()
+
+
+@pytest.mark.parametrize('name', QUICK + MANY)
+def test_many_networks(timm, name, request):
+    "Converted: the same function and the same class. At 8 bits, ranges from data: close. Merged: the same again"
+    if name in MANY and not request.config.getoption('--slow'): pytest.skip('--slow tries all networks')
+    torch.manual_seed(0)
+    net, size = random_network(timm, name), SIZES.get(name.split('/')[1], 64)
+    x = torch.randn(2, 3, size, size)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')   # what is left is named, and tested elsewhere
+        y, new = net(x), repq.convert(net)
+        assert isinstance(new, type(net)) and y.std() > 1e-6
+        assert_same(new(x), y, 1e-5)
+        if hasattr(net, 'forward_features'): assert_same(new.forward_features(x), net.forward_features(x), 1e-5)
+        repq.recalibrate(repq.quantize(new, 8, 8), [x], 'ranges')
+        quantized = new.eval()(x)
+        assert rel_error(quantized, y) < 0.1
+        assert rel_error(repq.merge(new)(x), quantized) < 0.05   # a tie may round the other way
+
+
 # Batch norm under other names
 
 class Doubled(nn.BatchNorm2d):
