@@ -275,3 +275,19 @@ def test_weights_of_another_range_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r'these weights say 0\.\.1'): load_weights(ecbsr_net(), tmp_path/'other.safetensors')
     save_tensors(tmp_path/'classifier.safetensors', network().state_dict())
     assert load_weights(network(), tmp_path/'classifier.safetensors')
+
+
+@pytest.mark.parametrize('bits', [32, 4])
+def test_a_training_with_adam_goes_on_bit_for_bit(tmp_path, bits):
+    "ECBSR, in full precision and quantized, cut off after its first epoch"
+    from repq.data import photo_dls
+    dls = photo_dls(patch=16, batch_size=4, steps_per_epoch=5, n_valid=4)
+    def train(folder=None):
+        net = ecbsr_net()
+        if bits < 32: net = quantized_network(net, 'repq', bits)
+        with Workspace(folder) as work: return net, fit(net, dls, F.l1_loss, lambda pred, y: F.l1_loss(pred, y), work, 3, 1e-3, 'adam', 'one_cycle', bits=bits, step_lr=1e-3)
+    net, whole = train()
+    with cut_after(1): train(tmp_path)
+    again, resumed = train(tmp_path)
+    assert resumed.sessions == 2 and resumed.history == whole.history
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
