@@ -21,8 +21,8 @@ from torch import nn, Tensor
 import torch.nn.functional as F
 from .files import write_whole
 from .qat import FrozenQuantizer, merge, quantizable_layers
-from .operators import IR_VERSION, OPSET, optional
-from .deploy import check_evaluating, code_range, integer_parameters, onnx_session, run_onnx
+from .operators import IR_VERSION, OPSET, flatten_outputs, optional
+from .deploy import check_evaluating, code_range, integer_parameters, onnx_session, run_outputs
 
 # %% ../nbs/13_parity.ipynb #f58f71b9
 GIVEN = '@given' # marks what a cut model is fed
@@ -82,7 +82,7 @@ def reference_layers(plain:nn.Module, layers:list)->dict: # name -> ReferenceLay
     return found
 
 @torch.no_grad()
-def run_reference(net:nn.Module, layers:list, reference:dict, x:Tensor, bias_rounding:bool)->tuple: # output, {name: (input, output)}
+def run_reference(net:nn.Module, layers:list, reference:dict, inputs:tuple, bias_rounding:bool)->tuple: # outputs by name, {layer: (input, output)}
     "Run the network, bias rounding added, and note what each layer got and gave"
     seen, calls = {}, Counter()
     def note(m, args, y, path):
@@ -92,7 +92,7 @@ def run_reference(net:nn.Module, layers:list, reference:dict, x:Tensor, bias_rou
         seen[name] = args[0].clone(), y.clone()                     # what follows may work in place
         return y
     hooks = [net.get_submodule(path).register_forward_hook(lambda m, a, y, p=path: note(m, a, y, p)) for path in {l['path'] for l in layers}]
-    try: return net(x.clone()), seen                                # which may begin in place
+    try: return flatten_outputs(net(*(x.clone() for x in inputs))), seen    # which may begin in place
     finally:
         for h in hooks: h.remove()
 
@@ -197,8 +197,9 @@ class Outputs:
 
     def compare(self, a, b)->dict:
         "How far `a` is from `b`"
-        error, size, largest = (a - b).double().norm().item(), b.double().norm().item(), (a - b).abs().max().item()
-        result = dict(images=sum(map(len, self.got)), relative_error=error/size if size else float(error > 0), largest_difference=largest)
+        a, b = a.double(), b.double()
+        error, size, largest = (a - b).norm().item(), b.norm().item(), (a - b).abs().max().item() if a.numel() else 0.
+        result = dict(images=sum(len(t) if t.ndim else 1 for t in self.got), relative_error=error/size if size else float(error > 0), largest_difference=largest)
         target, pictures = joined(self.targets) if len(self.targets) == len(self.got) else None, self.got[0].ndim == 4
         if b.ndim == 2 and b.shape[1] > 1: result |= self.classes(a, b, target)
         if pictures and target is not None and all(t.shape == y.shape for t, y in zip(self.targets, self.got)): result['psnr_difference'] = 0. if torch.equal(a, b) else psnr(a, target) - psnr(b, target)
@@ -216,7 +217,8 @@ class Outputs:
 
 def joined(batches:list)->Tensor:
     "Batches as one; as one row of numbers if their sizes differ"
-    return torch.cat(batches if len({t.shape[1:] for t in batches}) == 1 else [t.flatten() for t in batches])
+    alike = batches[0].ndim > 0 and len({t.shape[1:] for t in batches}) == 1
+    return torch.cat(batches if alike else [t.flatten() for t in batches])
 
 def psnr(a:Tensor, b:Tensor)->float: # dB
     "Peak signal-to-noise ratio, the peak being the range of `b`"
@@ -242,17 +244,28 @@ class Parity:
 
     def failures(self)->list:
         "What is not as it must be, in words"
-        m, e, found = self.limits, self.end_to_end, [f'{layer}: {FOLD}: {what}' for layer, what in self.integers.items()]
+        m, found = self.limits, [f'{layer}: {FOLD}: {what}' for layer, what in self.integers.items()]
         for s in self.stations:
             if s.differing > max(1, m['share']*s.numbers) or s.largest > m['largest']: # one may always lie on a tie
                 found.append(f'{s.layer}: {s.differing:,} of {s.numbers:,} integers differ, by up to {s.largest}: {s.reasons()}')
             elif not s.error < m['error']: found.append(f'{s.layer}: relative error {s.error:.2%}, allowed {m["error"]:.2%}')
-        if not isfinite(e['relative_error']): found.append('end to end: the output is not finite, of the network or of the file')
+        for name, e in self.ends(): found += self.end_failures(f'end to end{name}', e)
+        return found
+
+    def ends(self)->list: # pairs of words and numbers
+        "The comparisons at the end: of the first output, and of each further one"
+        return [('', self.end_to_end)] + [(f', output {n!r}', e) for n, e in self.end_to_end.get('more', {}).items()]
+
+    def end_failures(self, where:str, e:dict)->list:
+        "What is not as it must be at one output"
+        m, found = self.limits, []
+        if not isfinite(e['relative_error']): found.append(f'{where}: the output is not finite, of the network or of the file')
         elif e['relative_error'] >= m['end_to_end_error'] and not self.only_ties():
-            found.append(f'end to end: relative error {e["relative_error"]:.2%}, allowed {m["end_to_end_error"]:.2%}')
+            found.append(f'{where}: relative error {e["relative_error"]:.2%}, allowed {m["end_to_end_error"]:.2%}')
         if len(e.get('changed', ())) > ceil((1 - m['top1'])*e['images']):
-            found.append(f'end to end: top-1 agrees on {e["top1_agreement"]:.2%}, at least {m["top1"]:.2%} are needed')
-        if not abs(e.get('psnr_difference', 0)) <= m['psnr']: found.append(f'end to end: PSNR differs by {e["psnr_difference"]:.3f} dB, allowed {m["psnr"]} dB')
+            found.append(f'{where}: top-1 agrees on {e["top1_agreement"]:.2%}, at least {m["top1"]:.2%} are needed')
+        if not abs(e.get('psnr_difference', 0)) <= m['psnr']:
+            found.append(f'{where}: PSNR differs by {e["psnr_difference"]:.3f} dB, allowed {m["psnr"]} dB')
         return found
 
     def only_ties(self)->bool:
@@ -306,6 +319,7 @@ def summary(self:Parity)->list:
     e = self.end_to_end
     lines = [f'{"parity holds" if self.ok else "PARITY FAILS"}: {self.file}',
              f'end to end, {e["images"]:,} images: {in_words(e)}' + ('' if self.bias_rounding else ' (bias rounding not emulated)')]
+    lines += [f'end to end{name}: {in_words(other)}' for name, other in self.ends()[1:]]
     if self.bias_rounding and self.stations[:-1]: lines.append(f'rounding the biases to 32-bit integers alone: {in_words(e["rounding_biases"])}')
     if self.first: lines.append(f'first difference: {self.first.layer} ({self.first.compared}): {self.first.reasons()}')
     return lines + self.failures()
@@ -334,6 +348,7 @@ class ParityRun:
         data = {cut: tapped_model(model, cut) for cut in (True, False)}
         self.sessions = {cut: onnx_session(d) for cut, d in data.items()}
         self.precise = onnx_session(data[True], precise=True) if saturates() else None
+        self.inputs, self.outputs = [i.name for i in model.graph.input], [o.name for o in model.graph.output]
         self.names = {cut: [o.name for o in s.get_outputs()] for cut, s in self.sessions.items()}
         def bits(l): return f'{l["weight_bits"]}×{l["act_bits"]}'
         self.stations = {}
@@ -341,11 +356,12 @@ class ParityRun:
             made = l['made_by'] or f'input of {l["name"]}'
             self.stations[l['codes']] = Station(made, f'codes of {l["name"]}', bits(self.by_name[l['made_by']]) if l['made_by'] else '')
             if l['output']: self.stations[l['output']] = Station(l['name'], 'output', bits(l))
-        self.stations['output'] = Station('the end', 'output of the network', '')
+        for name in self.outputs:
+            self.stations[name] = Station('the end', f'output {name!r}' if len(self.outputs) > 1 else 'output of the network', '')
 
-    def given(self, x, seen)->dict:
+    def given(self, inputs, seen)->dict:
         "What the cut file is fed: the codes and outputs of the reference"
-        feed = {'input': x.numpy()}
+        feed = {n: x.numpy() for n, x in zip(self.inputs, inputs)}
         for l in self.layers:
             r, (inp, out) = self.reference[l['name']], seen[l['name']]
             feed[l['codes'] + GIVEN] = (r.codes(inp) + r.zero).to(torch.uint8).numpy()
@@ -354,12 +370,15 @@ class ParityRun:
         return {k: v for k, v in feed.items() if k in wanted}
 
 # %% ../nbs/13_parity.ipynb #cd948c35
-def compare_batch(self:ParityRun, x:Tensor)->Tensor: # output of the network
+def compare_batch(self:ParityRun, inputs:tuple)->dict: # outputs of the network by name
     "Run a batch through both and compare at every station"
-    y, seen = run_reference(self.net, self.layers, self.reference, x, self.bias_rounding)
-    feed = self.given(x, seen)
+    y, seen = run_reference(self.net, self.layers, self.reference, inputs, self.bias_rounding)
+    if list(y) != self.outputs:
+        raise ValueError(f'the file gives {", ".join(self.outputs)}, the network {", ".join(y)}: was the file exported from this network?')
+    feed = self.given(inputs, seen)
     def run(session, feed, cut): return {n: torch.from_numpy(v) for n, v in zip(self.names[cut], session.run(None, feed))}
-    local, whole = run(self.sessions[True], feed, True), run(self.sessions[False], {'input': x.numpy()}, False)
+    local = run(self.sessions[True], feed, True)
+    whole = run(self.sessions[False], {n: x.numpy() for n, x in zip(self.inputs, inputs)}, False)
     precise = run(self.precise, feed, True) if self.precise else local
     for l in self.layers:
         r, (inp, out), station = self.reference[l['name']], seen[l['name']], self.stations[l['codes']]
@@ -368,7 +387,7 @@ def compare_batch(self:ParityRun, x:Tensor)->Tensor: # output of the network
         station.add_error(got, expected)
         if station.differing: self.explain(station, l, got, expected, seen, precise[l['codes']].int() - r.zero)
         if l['output']: self.compare_output(l, r, r.codes(inp), out, local, whole, precise)
-    self.stations['output'].add_error(local['output'], y)
+    for name, expected in y.items(): self.stations[name].add_error(local[name], expected)
     return y
 
 def explain(self:ParityRun, station, l, got, expected, seen, precise):
@@ -413,7 +432,7 @@ for f in (compare_batch, explain, blame, compare_output): setattr(ParityRun, f._
 def check_parity(
     net:nn.Module,            # the quantized network, merged or not, in evaluation mode; not changed
     path,                     # of the file that `export_onnx` wrote
-    batches,                  # iterable of tensors or (input, target) pairs
+    batches,                  # iterable of tensors, or of tuples of inputs and, if there is one, a target
     n:int=None,               # use at most so many batches
     bias_rounding:bool=True,  # round biases in the reference as the runtime does
     **limits                  # instead of those in LIMITS
@@ -426,24 +445,31 @@ def check_parity(
     check_evaluating(net)
     net = copy.deepcopy(net).cpu().float()
     plain = merge(net) if quantizable_layers(net) else net
-    run, outputs, session = ParityRun(net, plain, model, bias_rounding), Outputs(), onnx_session(data)
+    run, session = ParityRun(net, plain, model, bias_rounding), onnx_session(data)
+    outputs = {name: Outputs() for name in run.outputs}
     stored = {t.name: optional('onnx.numpy_helper').to_array(t) for t in model.graph.initializer}
     run.integers = {l['name']: what for l in run.layers if (what := different_integers(l, stored, run.reference[l['name']]))}
-    for batch in batches_of(batches, n):
-        x = batch[0].detach().cpu().float()
-        outputs.trained.append(run_network(net, x)), outputs.expected.append(run.compare_batch(x)), outputs.got.append(run_onnx(session, x))
-        outputs.targets.extend(batch[1:])
-    if not outputs.got: raise ValueError('check_parity got no batch')
+    for batch in batches_of(batches, n, len(run.inputs)):
+        inputs, targets = tuple(t.detach().cpu().float() for t in batch[:len(run.inputs)]), batch[len(run.inputs):]
+        trained, expected, got = run_network(net, inputs), run.compare_batch(inputs), run_outputs(session, *inputs)
+        for name, o in outputs.items(): o.trained.append(trained[name]), o.expected.append(expected[name]), o.got.append(got[name])
+        outputs[run.outputs[0]].targets.extend(targets)
+    first, *more = outputs.values()
+    if not first.got: raise ValueError('check_parity got no batch')
+    end = first.summary() | ({'more': {k: o.summary() for k, o in list(outputs.items())[1:]}} if more else {})
     versions = dict(torch=torch.__version__, onnx=optional('onnx').__version__, onnxruntime=optional('onnxruntime').__version__, machine=platform.machine())
-    return Parity(Path(path).name, hashlib.sha256(data).hexdigest(), list(run.stations.values()), outputs.summary(), bias_rounding, run.precise is not None,
+    return Parity(Path(path).name, hashlib.sha256(data).hexdigest(), list(run.stations.values()), end, bias_rounding, run.precise is not None,
                   run.integers, {**LIMITS, **limits}, versions)
 
 @torch.no_grad()
-def run_network(net:nn.Module, x:Tensor)->Tensor:
+def run_network(net:nn.Module, inputs:tuple)->dict: # outputs by name
     "The network as it was trained; an error says which batch it could not take"
-    try: return net(x.clone())
-    except Exception as e: raise ValueError(f'the network cannot run a batch of shape {tuple(x.shape)}: {e}') from e
+    try: return flatten_outputs(net(*(x.clone() for x in inputs)))
+    except Exception as e: raise ValueError(f'the network cannot run a batch of shape {tuple(inputs[0].shape)}: {e}') from e
 
-def batches_of(batches, n=None):
-    "Batches as tuples of an input and, where there is one, a target tensor"
-    for b in islice(batches, n): yield (b,) if isinstance(b, Tensor) else tuple(t for t in b[:2] if isinstance(t, Tensor))
+def batches_of(batches, n=None, inputs:int=1):
+    "Batches as tuples of inputs and, where there is one, a target tensor"
+    for b in islice(batches, n):
+        b = (b,) if isinstance(b, Tensor) else tuple(t for t in b[:inputs + 1] if isinstance(t, Tensor))
+        if len(b) < inputs: raise ValueError(f'the network takes {inputs} inputs, a batch has {len(b)}')
+        yield b

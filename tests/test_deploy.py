@@ -346,18 +346,17 @@ def test_operator_between_layers_is_checked(exported):
 
 
 @pytest.mark.parametrize('bad', [float('nan'), float('inf')])
-@pytest.mark.parametrize('where', ['input', 'weight'])
+@pytest.mark.parametrize('where', ['input', 'inside'])
 def test_what_is_not_finite_fails(exported, tmp_path, bad, where):
     "Equal or not, such outputs certify nothing"
     net, path, x = exported
-    if where == 'weight':
-        net = chain(nn.ReLU())
-        with torch.no_grad(): net.conv.bias[1] = bad
+    if where == 'inside':
+        net = chain(Functions(lambda x: torch.log(x*0) if bad < 0 or bad == float('inf') else torch.log(x*0 - 1)))
         path = export_onnx(net, tmp_path/'bad.onnx', x[:1])
     x = x.clone()
     if where == 'input': x[0, 0, 3, 3] = bad
     report = check_parity(net, path, [x])
-    assert 'not finite' in str(report.failures()) if where == 'weight' or bad != bad else report.ok, report    # a quantizer clips what is infinite
+    assert 'not finite' in str(report.failures()) if where == 'inside' or bad != bad else report.ok, report    # a quantizer clips what is infinite
 
 
 def test_outputs_of_zero(tmp_path):
@@ -444,6 +443,8 @@ class OnSize(nn.Module):
 class Counting(nn.Module):
     def __init__(self): super().__init__(); self.register_buffer('seen', torch.zeros(()))
     def forward(self, x): return x*self.seen.add_(x.mean((0, 1, 2, 3)))
+class Stepping(Counting):
+    def forward(self, x): self.seen += 1; return x*self.seen
 class TwoInputs(nn.Module):
     def forward(self, x, y): return x + y
 def chain(*more): return nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 8, 3), **{f'm{i}': m for i, m in enumerate(more)})).eval()
@@ -454,26 +455,51 @@ def half_training():
     return net
 
 X = torch.randn(1, 3, 16, 16)
+def poisoned(name, value):
+    "A quantized network, merged, with one number that means nothing"
+    net = merge(settled(nn.Sequential(OrderedDict(stem=make_block('plain', 3, 8), act=nn.ReLU(), head=make_block('plain', 8, 4))), X.repeat(4, 1, 1, 1), 4, 4))
+    with torch.no_grad(): net.get_parameter(name)[0] = value
+    return net
+
+
+def merged_with(name, value):
+    "The same for steps and codes, which are buffers"
+    net = merge(settled(nn.Sequential(OrderedDict(stem=make_block('plain', 3, 8), act=nn.ReLU(), head=make_block('plain', 8, 4))), X.repeat(4, 1, 1, 1), 4, 4))
+    net.get_buffer(name).fill_(value)
+    return net
+
+
 BAD = {
     'training mode': (lambda: chain().train(), X, 'the network is in training mode: call net.eval()'),
     'partly in training mode': (half_training, X, 'm0 is in training mode'),
-    'cold quantizers': (cold, X, 'stem: weight_quantizer was never initialised. Train'),
-    'unknown module': (lambda: chain(nn.Sequential(nn.Softshrink())), X, 'm0.0: Softshrink cannot be exported. Supported are'),
-    'unknown function': (lambda: chain(Functions(lambda x: torch.fft.fft(x).real)), X, 'm0: '),
-    'unknown option': (lambda: chain(nn.Upsample(size=(5, 5))), X, 'm0: interpolate cannot be exported in this form'),
-    'other divisor': (lambda: chain(nn.AvgPool2d(2, divisor_override=1)), X, 'm0: avg_pool2d cannot be exported in this form: ONNX averages over the window, got divisor_override=1'),
-    'reflecting padding': (lambda: chain(nn.Conv2d(8, 8, 3, padding_mode='reflect', padding=1)), X, "m0: Conv2d with padding_mode='reflect' cannot be exported"),
-    'branch on a value': (lambda: chain(Branching()), X, 'm0 cannot be traced'),
-    'branch on a size': (lambda: chain(OnSize()), X, 'decide in __init__'),
-    'part changed in place': (lambda: chain(Functions(lambda x: (x.flatten(1).relu_(), x)[1])), X, "m0: relu_ changes a tensor of which 'conv', read afterwards, is another part or shape"),
+    'cold quantizers': (cold, X, 'stem: weight_quantizer was never initialised'),
+    'unknown module': (lambda: chain(nn.Sequential(nn.Softshrink())), X, 'm0.0 (Softshrink): softshrink cannot be exported. Supported are'),
+    'unknown function': (lambda: chain(Functions(lambda x: torch.fft.fft(x).real)), X, 'm0 (Functions): '),
+    'recurrent': (lambda: chain(nn.Flatten(2), nn.LSTM(196, 8)), X, 'm1 (LSTM)'),
+    'unknown option': (lambda: chain(nn.Upsample(size=(5, 5), mode='bilinear', align_corners=False), Functions(lambda x: F.interpolate(x, 3, mode='bilinear', antialias=True))),
+                       X, 'm1 (Functions): interpolate cannot be exported in this form: mode='),
+    'other divisor': (lambda: chain(nn.AvgPool2d(2, divisor_override=1)), X,
+                      'm0 (AvgPool2d): avg_pool2d cannot be exported in this form: ONNX averages over the window, got divisor_override=1'),
+    'dropout that is always on': (lambda: chain(Functions(lambda x: F.dropout(x, .5))), X, 'm0 (Functions): dropout with training=True draws at random'),
+    'branch on a value': (lambda: chain(Branching()), X, 'm0 (Branching) cannot be traced'),
+    'part changed in place': (lambda: chain(Functions(lambda x: (x.flatten(1).relu_(), x)[1])), X,
+                              "m0: relu_ changes a tensor of which 'conv2d', read afterwards, is another part or shape"),
     'state changed in place': (lambda: chain(Counting()), X, "m0: add_ changes 'm0.seen', which belongs to the network, in place"),
-    'wrong channels': (lambda: chain(), torch.randn(1, 4, 16, 16), 'conv cannot run an example of shape (1, 4, 16, 16)'),
-    'too small': (lambda: chain(), torch.randn(1, 3, 2, 2), 'conv cannot run an example of shape (1, 3, 2, 2)'),
-    'second input': (lambda: TwoInputs().eval(), X, "TwoInputs needs a second input, 'y'"),
+    'state changed without input': (lambda: chain(Stepping()), X, "changes 'm0.seen', which belongs to the network, in place"),
+    'no tensor comes out': (lambda: chain(Functions(lambda x: None)), X, 'the network gives no tensor'),
+    'wrong channels': (lambda: chain(), torch.randn(1, 4, 16, 16), 'conv (Conv2d) cannot run an example of shape (1, 4, 16, 16)'),
+    'too small': (lambda: chain(), torch.randn(1, 3, 2, 2), 'conv (Conv2d) cannot run an example of shape (1, 3, 2, 2)'),
+    'second input': (lambda: TwoInputs().eval(), X, "TwoInputs needs another input, 'y': give the example as a tuple"),
     'integers': (lambda: chain(), torch.ones(1, 3, 8, 8).int(), 'example must be a floating point batch'),
     'empty batch': (lambda: chain(), torch.ones(0, 3, 8, 8), 'example must be a floating point batch'),
     'no tensor': (lambda: chain(), (1, 3, 8, 8), 'got tuple'),
     'no network': (lambda: 'net', X, 'takes a torch.nn.Module, got str'),
+    'NaN in a weight': (lambda: poisoned('stem.conv.weight', float('nan')), X, 'stem.conv.weight holds numbers that are not finite'),
+    'infinite bias': (lambda: poisoned('head.conv.bias', float('inf')), X, 'head.conv.bias holds numbers that are not finite'),
+    'step of zero': (lambda: merged_with('head.quantize.step', 0.), X, 'head.quantize: its step must be a positive finite number, got 0'),
+    'infinite step': (lambda: merged_with('stem.conv.step', float('inf')), X, 'stem.conv: its step must be a positive finite number, got inf'),
+    'negative step': (lambda: merged_with('stem.conv.step', -1.), X, 'stem.conv: its step must be a positive finite number, got -1'),
+    'codes of more bits': (lambda: merged_with('head.conv.codes', 9), X, 'head.conv: its codes do not fit into 4 bits: they are 9 to 9'),
 }
 
 
