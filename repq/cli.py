@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['QUICK', 'TINY', 'ABOUT', 'show_env', 'Progress', 'bench_command', 'folder_of', 'rounds_of', 'measured', 'draw',
            'bench_quantizers', 'bench_deployed', 'settings_of', 'bench_settings', 'bench_steps', 'bench_memories',
-           'bench_growths', 'bench_all', 'add_bench', 'add_bench_options', 'fraction', 'run_export', 'add_export',
-           'batch_of', 'list_runs', 'run_reproduce', 'Updater', 'run_status', 'run_tables', 'add_reproduction',
-           'positive', 'make_parser', 'main']
+           'bench_growths', 'bench_all', 'add_bench', 'add_bench_options', 'fraction', 'run_export', 'export_source',
+           'add_export', 'batch_of', 'list_runs', 'run_reproduce', 'Updater', 'run_status', 'run_tables',
+           'add_reproduction', 'positive', 'make_parser', 'main']
 
 # %% ../nbs/23_cli.ipynb #c2a56c7c
 import argparse, os, sys, time, warnings
@@ -206,19 +206,34 @@ def fraction(text:str)->float:
 
 # %% ../nbs/23_cli.ipynb #3d7c6ce1
 def run_export(args)->int:
-    "Write a trained network as ONNX, and check it"
+    "Write a trained network as ONNX, and check it; what cannot be exported is wrong usage"
+    try: return export_source(args)
+    except ValueError as e:
+        print(f'repq: {" ".join(str(e).split())}', file=sys.stderr)
+        return 2
+
+def export_source(args)->int:
+    "Nothing is written unless the network could be loaded, exported and, if asked for, compared"
+    import tempfile
     from pathlib import Path
     from repq.deploy import export_onnx
+    from repq.files import write_whole
     from repq.runs import data_of, load_network
     net, run = load_network(args.source)
     if args.check and run['bits'] == 32: raise ValueError('--check compares integers, and this network is in full precision: leave --check away, or export a quantized run')
-    batches = data_of(run)
+    try: batches, report = data_of(run), None
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError) as e: raise ValueError(f'{args.source} describes data that cannot be loaded: {type(e).__name__}: {e}') from e
+    if not batches: raise ValueError(f'{args.source} describes data without a single batch')
     path = Path(args.out or f'{run["model"]}-{run["block"]}-{run["strategy"]}-{run["bits"]}bit.onnx')
-    export_onnx(net, path, batches[0][0], packed=args.packed, fine_bias=args.fine_bias)
+    with tempfile.TemporaryDirectory() as folder:
+        try: file = export_onnx(net, Path(folder)/path.name, batches[0][0], packed=args.packed, fine_bias=args.fine_bias)
+        except (RuntimeError, ArithmeticError) as e: raise ValueError(f'{args.source} cannot be exported: {e}') from e
+        if args.check:
+            from repq.parity import check_parity
+            report = check_parity(net, file, batches, n=args.batches)
+        write_whole(path, file.read_bytes())
     print(f'{path}: {path.stat().st_size/1e3:,.1f} kB')
-    if not args.check: return 0
-    from repq.parity import check_parity
-    report = check_parity(net, path, batches, n=args.batches)
+    if report is None: return 0
     print(report)
     print('certificate:', report.save(path.with_suffix('.json')) or path.with_suffix('.json'))
     return 0 if report.ok else 1

@@ -263,8 +263,11 @@ def check_numbers(net:nn.Module):
     for name, t in net.named_buffers():
         if t.is_floating_point() and t.isnan().any(): raise ValueError(f'{name} holds NaN: train again, or load other weights')
     for name, m in net.named_modules():
-        step, why = getattr(m, 'step', None), ''
+        step, floor, why = getattr(m, 'step', None), getattr(m, 'floor', None), ''
         if isinstance(step, Tensor) and getattr(m, 'ready', True): why = bad_step(step.detach())
+        if isinstance(floor, Tensor) and not floor.isfinite().all(): why = 'the least value of its step is not finite'
+        if isinstance(m, FrozenQuantizer) and not -128 <= m.qmin <= m.qmax <= 255 + min(0, m.qmin):
+            why = f'activations are exported as bytes, and {m.qmin} to {m.qmax} do not fit: quantize with 8 bits or fewer'
         if isinstance(getattr(m, 'codes', None), Tensor):
             bits, codes = int(m.bits), m.codes.int()
             if m.codes.is_floating_point() or not 1 <= bits <= 8 or codes.abs().max() > 2**(bits - 1):

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['NOTEBOOKS', 'MODULES', 'PROFILES', 'SEEDS', 'SETTINGS', 'MODELS', 'OREPA_BITS', 'TEST_SETS', 'TIME_COLUMNS', 'TABLES',
-           'V100', 'OVERHEAD', 'BN_OVERHEAD', 'digest', 'experiments', 'syntax', 'notebook_code', 'code_hash', 'Run',
-           'spec_key', 'recipes', 'settings_for', 'Cell', 'classifier', 'methods_of', 'table_2', 'super_resolution',
-           'table_3', 'table_4', 'side_table', 'cells', 'graph', 'draw_graph', 'limited', 'macs_of', 'gpu_hours',
-           'read_record', 'Found', 'locked', 'Store', 'read_failure', 'read_progress', 'load_network', 'data_of']
+           'V100', 'OVERHEAD', 'BN_OVERHEAD', 'DESCRIPTION', 'digest', 'experiments', 'syntax', 'notebook_code',
+           'code_hash', 'Run', 'spec_key', 'recipes', 'settings_for', 'Cell', 'classifier', 'methods_of', 'table_2',
+           'super_resolution', 'table_3', 'table_4', 'side_table', 'cells', 'graph', 'draw_graph', 'limited', 'macs_of',
+           'gpu_hours', 'read_record', 'Found', 'locked', 'Store', 'read_failure', 'read_progress', 'check_description',
+           'load_network', 'described_network', 'data_of']
 
 # %% ../nbs/20_runs.ipynb #6b08fcd4
 import ast, hashlib, json
@@ -389,24 +390,48 @@ def read_progress(folder)->dict:
     try: return json.loads((Path(folder)/'progress.json').read_text(encoding='utf-8'))
     except (OSError, json.JSONDecodeError): return dict(done=0, total=1, text='starting')
 
+# %% ../nbs/20_runs.ipynb #20da91ea
+DESCRIPTION = dict(task=str, model=str, block=str, strategy=str, statistics=str, bits=int, settings=dict) # what weights say of their network
+
+def check_description(path, run):
+    "Refuse a file of weights that does not say which network it belongs to, or names one that no run can have made"
+    if not isinstance(run, dict) or 'model' not in run: raise ValueError(f'{path} does not say which network it belongs to: only weights written by a run do')
+    wrong = [k for k, kind in DESCRIPTION.items() if type(run.get(k)) is not kind]
+    if wrong: raise ValueError(f'{path} does not say {wrong[0]!r} of its network as a run does ({run.get(wrong[0])!r:.50}): only weights written by a run can be exported')
+    s = run['settings']
+    network = s.get('network', {})
+    if not isinstance(network, dict): raise ValueError(f'{path} says network={network!r:.50}, expected a dictionary')
+    limits = dict(width=2, depth=4)
+    for k, n in [*network.items(), *((k, s[k]) for k in ('blocks', 'channels') if k in s)]:
+        if not isinstance(n, (int, float)) or not 0 <= n <= limits.get(k, 1000): raise ValueError(f'{path} says {k}={n!r:.50}: no run makes such a network')
+
 # %% ../nbs/20_runs.ipynb #20da91ed
 def load_network(
     source # the folder of a finished run, or a file of weights
 )->tuple: # network in evaluation mode, specification
     "The trained network of a run"
-    from repq.training import full_precision_network, load_tensors, load_weights, quantized_network
+    from repq.training import load_tensors, load_weights
     path = Path(source)/'weights.safetensors' if Path(source).is_dir() else Path(source)
     if Path(source).is_dir(): read_record(source, weights=True)
     if not path.is_file(): raise ValueError(f'there is no {path}: give the folder of a finished run, or a .safetensors file that one has left')
-    tensors, run = load_tensors(path)
-    if not isinstance(run, dict) or 'model' not in run: raise ValueError(f'{path} does not say which network it belongs to: only weights written by a run do')
+    try: tensors, run = load_tensors(path)
+    except (ValueError, RecursionError) as e: raise ValueError(f'{path} cannot be read as weights of a run: {e.__cause__ or e}') from e
+    check_description(path, run)
+    try: net = described_network(run, tensors)
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError) as e:
+        raise ValueError(f'{path} describes a network that cannot be built: {type(e).__name__}: {e}') from e
+    return load_weights(net, path).eval(), run
+
+def described_network(run:dict, tensors:dict):
+    "A network with the shape that a run describes"
+    from repq.training import full_precision_network, quantized_network
     s = run['settings']
     shape = dict(blocks=s.get('blocks', 4), channels=s.get('channels', 8), scale=2) if run['task'] == 'super_resolution' else {'n_classes': len(tensors['head.bias'])} | s['network']
     net = full_precision_network(run['model'], run['block'], '' if run['statistics'] in ('calibrated', 'sampled') else run['statistics'], **shape)
     if run['strategy'] != 'fp':
         exceptions = s.get('exceptions', 'paper')
         net = quantized_network(net, run['strategy'], run['bits'], run['statistics'], {k: tuple(v) for k, v in exceptions.items()} if isinstance(exceptions, dict) else exceptions)
-    return load_weights(net, path).eval(), run
+    return net
 
 def data_of(run:dict)->list: # batches
     "The data that the run was scored on, for checks: test images, or patches of validation; needs the same data set"

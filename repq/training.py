@@ -77,6 +77,7 @@ def load_weights(net:nn.Module, path)->nn.Module:
     own = net.state_dict()
     wrong = [f'{n} is missing' for n in own if n not in tensors] + [f'{n} is unknown' for n in tensors if n not in own]
     wrong += [f'{n} is {tuple(t.shape)}, expected {tuple(own[n].shape)}' for n, t in tensors.items() if n in own and own[n].shape != t.shape]
+    wrong += [f'{n} holds {t.dtype}, expected {own[n].dtype}'.replace('torch.', '') for n, t in tensors.items() if n in own and own[n].dtype != t.dtype]
     if wrong: raise ValueError(f'{path} does not fit the network: {"; ".join(wrong[:5])}{f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""}')
     net.load_state_dict(tensors)
     return net

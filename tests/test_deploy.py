@@ -472,7 +472,7 @@ def merged_with(name, value):
 BAD = {
     'training mode': (lambda: chain().train(), X, 'the network is in training mode: call net.eval()'),
     'partly in training mode': (half_training, X, 'm0 is in training mode'),
-    'cold quantizers': (cold, X, 'stem: weight_quantizer was never initialised'),
+    'cold quantizers': (cold, X, 'never initialised (stem'),
     'unknown module': (lambda: chain(nn.Sequential(nn.Softshrink())), X, 'm0.0 (Softshrink): softshrink cannot be exported. Supported are'),
     'unknown function': (lambda: chain(Functions(lambda x: torch.fft.fft(x).real)), X, 'm0 (Functions): '),
     'recurrent': (lambda: chain(nn.Flatten(2), nn.LSTM(196, 8)), X, 'm1 (LSTM)'),

@@ -1,5 +1,6 @@
 "Calls as operators of ONNX, several inputs and outputs, and networks of other people as files"
-import warnings
+import copy, random, re, warnings
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 import pytest, torch
@@ -7,9 +8,14 @@ from torch import nn, Tensor
 import torch.nn.functional as F
 onnx = pytest.importorskip('onnx')
 pytest.importorskip('onnxruntime')
+from safetensors.torch import save as to_bytes
 import repq
+from conftest import PROVEN
+from repq.cli import main
 from repq.deploy import onnx_session, run_outputs
+from repq.runs import data_of
 from repq.testing import randomize_bn
+from repq.training import full_precision_network, quantized_network, save_tensors
 
 
 class Calls(nn.Module):
@@ -177,7 +183,6 @@ FAST, SLOW = {
     'torchvision lraspp': (lambda: torchvision('lraspp_mobilenet_v3_large', 'models.segmentation', weights_backbone=None), 64),
     'timm repvgg_a0': (lambda: timm('repvgg_a0'), 64),
     'timm mobileone_s0': (lambda: timm('mobileone_s0'), 64),
-    'timm edgenext_xx_small': (lambda: timm('edgenext_xx_small'), 64),
     'fastai head': (fastai_head, 64),
 }, {
     'torchvision mobilenet_v3_small': (lambda: torchvision('mobilenet_v3_small'), 64),
@@ -247,3 +252,96 @@ def test_a_network_that_cannot_be_traced(tmp_path):
     net = learner.create_unet_model(pytest.importorskip('torchvision.models').resnet18, 4, (64, 64), pretrained=False).eval()
     with pytest.raises(ValueError, match=r'layers\.0.* cannot be traced'): repq.export_onnx(net, tmp_path/'net.onnx', torch.randn(1, 3, 64, 64))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope='module')
+def weights():
+    "The tensors and the description of a small quantized network, as a run of the smoke profile leaves them"
+    settings = pytest.importorskip('repq.runs').SETTINGS['smoke']['repvgg']
+    settings = settings | dict(network=dict(width=.125, depth=.1, small_input=True, in_channels=1), lr=.1)
+    about = dict(task='classify', model='repvgg_a0', block='repvgg', strategy='repq', statistics='', bits=8, seed=0, settings=settings)
+    torch.manual_seed(0)
+    net = quantized_network(randomize_bn(full_precision_network('repvgg_a0', 'repvgg', n_classes=10, **settings['network'])), 'repq', 8)
+    x = data_of(about)[0][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for _ in range(3): net.train()(x)
+    return net.state_dict(), about
+
+
+def some(names, r, *endings): return r.choice([n for n in names if n.endswith(endings)])
+
+
+def spoil(kind, r, tensors, about):
+    "Change tensors and description in one way; what the message must say, or None where the file may still be good"
+    if kind == 'good': return None
+    step, weight = some(tensors, r, '.step'), some(tensors, r, '.weight')
+    def one(name, value):
+        t = tensors[name] = tensors[name].clone()
+        t.view(-1)[r.randrange(t.numel())] = value
+    if kind == 'bad step': one(step, r.choice([0., -1., -1e-30, float('inf'), float('nan')])); return 'step|finite'
+    if kind == 'bad weight': one(weight, r.choice([float('nan'), float('inf'), -float('inf')])); return 'finite|NaN'
+    if kind == 'bad statistics': one(some(tensors, r, 'running_mean', 'running_var'), float('nan')); return 'NaN'
+    if kind == 'bad floor': one(some(tensors, r, '.floor'), r.choice([float('nan'), float('inf')])); return 'NaN|finite'
+    if kind == 'negative variance': one(some(tensors, r, 'running_var'), -1e3); return 'finite|NaN|negative'
+    if kind == 'bytes': tensors[weight] = tensors[weight].mul(50).to(torch.int8); return 'holds int8, expected float32'
+    if kind == 'half': tensors[weight] = tensors[weight].half(); return 'holds float16, expected float32'
+    if kind == 'other shape': tensors[weight] = tensors[weight][:-1]; return 'does not fit|cannot be built'
+    if kind == 'missing tensor': del tensors[r.choice(list(tensors))]; return 'is missing|cannot be built'
+    if kind == 'unknown tensor': tensors['extra.weight'] = torch.zeros(3); return 'is unknown'
+    if kind == 'state': tensors[n] = t = tensors[n := some(tensors, r, '.state')].clone(); t[r.randrange(4)] = r.choice([-128, -1, 0, 2, 9, 64, 127]); return None
+    if kind == 'no description': about.clear(); return 'does not say which network'
+    if kind == 'missing key': del about[k := r.choice(['task', 'block', 'strategy', 'statistics', 'bits', 'settings'])]; return f"does not say '{k}'"
+    if kind == 'other type': about[r.choice(list(about))] = r.choice([None, [], {}, 3.5, 'x'*10, -1, 10**400]); return None
+    if kind == 'other setting': about['settings'][r.choice(list(about['settings']))] = r.choice([None, [], 'nonsense', -1, 0, 1e30, {'a': 1}]); return None
+    if kind == 'huge network': about['settings']['network'][r.choice(['width', 'depth'])] = r.choice([1e9, 10**30, -3, float('nan'), 'wide']); return 'no run makes such a network'
+    raise ValueError(kind)
+
+
+KINDS = ['bad step']*8 + ['bad weight']*5 + ['bad statistics']*3 + ['bad floor']*3 + ['negative variance']*2 + ['bytes']*3 + ['half']*2 + ['other shape']*3
+KINDS += ['missing tensor']*4 + ['unknown tensor'] + ['state']*8 + ['no description']*1 + ['missing key']*6 + ['other type']*7 + ['other setting']*6 + ['huge network']*5
+RAW = ['readme', 'empty', 'truncated', 'header', 'metadata', 'nested', 'no metadata', 'flipped bits']
+
+
+def write_raw(kind, r, path, tensors, about):
+    "Files that are damaged as bytes"
+    good = save_tensors(path, tensors, about).read_bytes()
+    at = r.randrange(8, 400)
+    deep = '['*100_000
+    raw = dict(readme=b'# A README\n\nNot weights.\n', empty=b'', truncated=good[:r.randrange(1, len(good))], header=b'\xff'*8 + good[8:], metadata=good[:at] + b'\x00"' + good[at + 2:])
+    if kind in raw: path.write_bytes(raw[kind])
+    elif kind == 'nested': path.write_bytes(to_bytes(tensors, metadata={'about': deep}))
+    elif kind == 'no metadata': path.write_bytes(to_bytes(tensors))
+    else:
+        flipped = bytearray(good)
+        for _ in range(20): flipped[r.randrange(len(good))] ^= 1 << r.randrange(8)
+        path.write_bytes(bytes(flipped))
+
+
+def exported(source, out):
+    "Status of the command"
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return main(['export', str(source), '--check', '--batches', '1', '--out', str(out/'net.onnx')])
+
+
+def test_bad_files(tmp_path, weights, capfd):
+    "75 bad files for `repq export`: each exports what agrees with its network, or gives one line and leaves nothing"
+    count = Counter()
+    for i, kind in enumerate(['good', *KINDS, *RAW]):
+        r, out, source, expected = random.Random(i), tmp_path/f'{i}', tmp_path/f'{i}.safetensors', None
+        out.mkdir()
+        tensors, about = {k: v.contiguous() for k, v in weights[0].items()}, copy.deepcopy(weights[1])
+        if kind in RAW: write_raw(kind, r, source, tensors, about)
+        else:
+            expected = spoil(kind, r, tensors, about)
+            save_tensors(source, tensors, about)
+        status, said, left = exported(source, out), capfd.readouterr(), sorted(p.name for p in out.iterdir())
+        if status == 0: assert expected is None and left == ['net.json', 'net.onnx'] and 'parity holds' in said.out, (kind, said)
+        else:
+            assert kind != 'good' and status == 2 and left == [], (kind, status, left, said)
+            assert said.err.startswith('repq: ') and len(said.err.splitlines()) == 1 and len(said.err) < 1500, (kind, said)
+            assert expected is None or re.search(expected, said.err), (kind, expected, said)
+        count[status] += kind != 'good'
+    assert count.total() == 75
+    PROVEN['bad files for export'] = f'{count[2]} refused in one line, {count[0]} exported with parity'

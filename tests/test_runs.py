@@ -421,8 +421,8 @@ def test_export_from_a_record(undisturbed, tmp_path, capsys):
         assert main(['export', str(source), '--check', '--out', str(tmp_path/'net.onnx')]) == 0
         assert 'parity holds' in capsys.readouterr().out and json.loads((tmp_path/'net.json').read_text())['ok'] is True
     assert main(['export', str(store.done(parent)), '--out', str(tmp_path/'fp.onnx')]) == 0 and (tmp_path/'fp.onnx').stat().st_size > 5000
-    assert main(['export', str(store.done(parent)), '--check', '--out', str(tmp_path/'no.onnx')]) == 1 and 'full precision' in capsys.readouterr().err
-    assert main(['export', str(tmp_path/'nothing'), '--out', str(tmp_path/'no.onnx')]) == 1 and 'there is no' in capsys.readouterr().err
+    assert main(['export', str(store.done(parent)), '--check', '--out', str(tmp_path/'no.onnx')]) == 2 and 'full precision' in capsys.readouterr().err
+    assert main(['export', str(tmp_path/'nothing'), '--out', str(tmp_path/'no.onnx')]) == 2 and 'there is no' in capsys.readouterr().err
     assert not (tmp_path/'no.onnx').exists()
 
 
