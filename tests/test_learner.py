@@ -491,6 +491,115 @@ def test_doctor_sees_and_advises(parent, tmp_path, capsys):
     sick.plot()
 
 
+def said(doctor): return '\n'.join(doctor.advice())
+
+
+def test_doctor_names_a_collapse(parent, tmp_path):
+    "Steps a thousand times too fast at 2 bits: the answers are chance. The healthy network of the same bits is not accused"
+    ill, well = QATDoctor(report=False), QATDoctor(report=False)
+    learn = learner(tmp_path, [QAT(2, 2, statistics='batch', step_lr=100.), ill], copy.deepcopy(parent))
+    learn.fit(2, 0.02)
+    assert learn.validate()[1] < 0.2, 'the test needs a collapse'
+    assert 'collapsed: ' in said(ill) and 'most frequent class' in said(ill) and 'schedule={0: 8, 2: 4}' in said(ill)
+    learn = learner(tmp_path, [QAT(2, 2, statistics='batch'), well], copy.deepcopy(parent))
+    learn.fit(2, 0.003)
+    assert learn.validate()[1] > 0.5 and 'collapsed' not in said(well) and 'rises' not in said(well)
+
+
+@pytest.mark.parametrize('bits, schedule', [(8, None), (4, {0: 8, 1: 4}), (2, {0: 32, 1: 8, 2: 2})])
+def test_doctor_does_not_mistake_fewer_bits_for_illness(parent, tmp_path, bits, schedule):
+    "A loss that is flat, because the network was good, or higher, because bits went down, is no collapse"
+    doctor = QATDoctor(report=False)
+    learner(tmp_path, [QAT(bits, bits, statistics='batch', schedule=schedule), doctor], copy.deepcopy(parent)).fit(3, 1e-3)
+    assert 'collapsed' not in said(doctor) and 'rises' not in said(doctor) and 'run away' not in said(doctor)
+
+
+def test_doctor_sees_a_rising_loss(parent, tmp_path):
+    doctor = QATDoctor(report=False)
+    class Faster(Callback):
+        def before_batch(self): self.opt.set_hyper('lr', 1e-4*1.25**self.train_iter)
+    learner(tmp_path, [QAT(4, 4, statistics='batch'), doctor, Faster()], copy.deepcopy(parent)).fit(2, 1e-3)
+    assert re.search(r'the loss rises, from [\d.]+ to [\d.]+ .*lower the learning rate', said(doctor))
+
+
+def run_away(layer): layer.input_quantizer.set_step(1e4, layer.input_quantizer.signed)
+def weights_run_away(layer): layer.weight_quantizer.set_step(layer.weight_quantizer.step*1e4, True)
+
+
+@pytest.mark.parametrize('spoil, expected', [
+    (run_away, '2: 100% of its input becomes 0: the step has run away'),
+    (weights_run_away, '2: 100% of its output channels have only zeros as weights')])
+def test_doctor_sees_a_step_that_has_run_away(parent, tmp_path, spoil, expected):
+    doctor = QATDoctor(report=False)
+    learn = learner(tmp_path, [QAT(4, 4, statistics='batch'), doctor], copy.deepcopy(parent))
+    learn.fit(2, 1e-3)
+    assert 'run away' not in said(doctor)
+    spoil(learn.model[2])
+    learn.fit(1, 1e-3)        # one epoch, after a fit of two: the advice is about the last
+    assert expected in said(doctor) and 'all integers of its weights, or all of its input, are the same' in said(doctor)
+    assert doctor.table().fit.tolist() == [1]*8 + [2]*4
+
+
+class Positive(Callback):
+    def before_batch(self): self.learn.xb = tuple(x - x.min() for x in self.xb)
+
+
+def test_doctor_sees_a_sign_that_later_batches_contradict(parent, tmp_path):
+    "Pixels of 0 and more at first, normalised ones later: the first layer clips what is below 0"
+    doctor = QATDoctor(report=False)
+    learn = learner(tmp_path, [QAT(4, 4, statistics='batch'), doctor], copy.deepcopy(parent))
+    learn.fit(1, 1e-3, cbs=Positive())
+    assert learn.model[0].input_quantizer.signed is False and 'negative' not in said(doctor)
+    learn.fit(1, 1e-3)
+    found = re.search(r'^0: (\d+)% of its input is negative and clipped to 0: the sign was decided', said(doctor), re.M)
+    assert 30 < int(found[1]) < 80
+    assert doctor.table().negatives_clipped[doctor.table().layer != '0'].max() == 0
+
+
+def test_doctor_sees_one_answer_for_all(tmp_path):
+    "Also where there are no classes: a regression whose last layer has lost its input"
+    doctor, net = QATDoctor(report=False), nn.Sequential(network(), nn.ReLU(), nn.Linear(10, 1))
+    learn = learner(tmp_path, [QAT(4, 4), doctor], net)
+    learn.loss_func, learn.metrics = lambda p, y: (p[:, 0] - y.float()).square().mean(), []
+    learn.fit(1, 1e-3)
+    assert 'same answer' not in said(doctor)
+    run_away(net[2])
+    learn.fit(1, 1e-3)
+    assert 'it gives the same answer to every input' in said(doctor)
+
+
+def test_doctor_names_layers_that_were_never_initialised(tmp_path):
+    class Silent(nn.Module):
+        def forward(self, x): return x*0
+    net, doctor = network(), QATDoctor(report=False)
+    net[3] = Silent()
+    learner(tmp_path, [QAT(4, 4), doctor], net).fit(1, 1e-3)
+    assert '4: was not initialised in a whole epoch' in said(doctor)
+
+
+def test_doctor_takes_its_hooks_away(parent, tmp_path):
+    "Also after an interruption"
+    class Interrupt(Callback):
+        def after_pred(self):
+            if self.iter == self.n_iter - 1: raise KeyboardInterrupt
+    doctor = QATDoctor(report=False)
+    learn = learner(tmp_path, [QAT(4, 4), doctor], copy.deepcopy(parent))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 1e-3, cbs=Interrupt())
+    assert len(learn.model[2]._forward_pre_hooks) == 1
+    learn.fit(1, 1e-3)
+    assert not any(m._forward_pre_hooks for m in learn.model.modules())
+
+
+def test_doctor_leaves_the_search_for_a_rate_alone(parent, tmp_path, capsys):
+    from fastai.callback.schedule import LRFinder
+    doctor = QATDoctor()
+    learn = learner(tmp_path, [QAT(4, 4), doctor], copy.deepcopy(parent))
+    learn.fit(1, cbs=LRFinder(num_it=10))
+    assert not doctor.rows and not capsys.readouterr().out
+    learn.fit(1, 1e-3)
+    assert doctor.rows and capsys.readouterr().out
+
+
 def test_doctor_without_quantized_layers(tmp_path):
     doctor = QATDoctor()
     learner(tmp_path, doctor).fit(1, 0.01)
