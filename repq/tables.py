@@ -22,7 +22,8 @@ from .files import write_whole
 from .runs import MODELS, PROFILES, recipes
 from .evidence import PAPER, USABLE, Measured, Results, digits_of, paper_value, spread
 from .protocol import EQUAL, FAILS, HOLDS, OPEN, Interval
-from .verdicts import VARIANTS, Answer, Compare, Single, Verdict, accuracy, claims, digits, show_number, thresholds
+from .statements import VARIANTS, accuracy, digits, show_number, thresholds
+from .verdicts import Answer, Verdict, claims
 from .formats import Chart, Item, MARKS, Table, escape_markdown, figure, key, method_keys, nice_ticks
 
 # %% ../nbs/22_tables.ipynb #8eca0ea4

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 from records import metrics_of, write_all, write_run
-from repq import tables, verdicts
+from repq import statements, tables, verdicts
 from repq.evidence import Results
 from repq.protocol import (EQUAL, FAILS, HOLDS, LEVEL, MARGINS, OPEN, Group, Interval, PValues, Question, decide, decide_family, decompose, holm,
                            p_values, pool, power, seeds_needed, simulate)
-from repq.verdicts import accuracy, claim_power, clusters, failure_table, list_claims, pair_up, power_table, premises, psnr, run_spread
+from repq.statements import accuracy, failure_table, list_claims, psnr
+from repq.verdicts import claim_power, clusters, pair_up, power_table, premises, run_spread
 
 BETTER, NOT_BELOW, SAME = Question('>', margin=.5), Question('≥', margin=.5), Question('=', margin=.5)
 
@@ -149,7 +150,7 @@ def test_verdict_follows_the_numbers(batch, gain, expected):
 def test_the_pooled_difference_is_computed_from_the_records(seeds3):
     v = verdict(seeds3, MERGED4)
     d = {}
-    for model, method in verdicts.networks('RepQ-BN').items():
+    for model, method in statements.networks('RepQ-BN').items():
         d[model] = [100*(metrics_of(run_at(accuracy(model, method, '4'), s))['best_accuracy'] - metrics_of(run_at(accuracy(model, 'Merged', '4'), s))['best_accuracy']) for s in range(3)]
     ours = v.evidence[0].ours
     parts = [stdev(x)**2/3/16 for x in d.values()]
@@ -247,7 +248,7 @@ def test_images_are_pooled_and_seeds_are_the_sample(batch):
     d = [a - b for a, b in zip(means('RepQ'), means('Merged'))]
     a = v.evidence[0]
     assert a.ours.how == '20 images and 3 seeds' and np.isclose(a.ours.df, 2) and np.isclose(a.ours.mid, fmean(d)) and np.allclose(a.ours.bounds(.9), stats.ttest_1samp(d, 0).confidence_interval(.9))
-    assert [s.pair.name for s in a.singles] == list(verdicts.SETS) and 0 <= a.scatter.image and any('between seeds' in n for n in v.notes)
+    assert [s.pair.name for s in a.singles] == list(statements.SETS) and 0 <= a.scatter.image and any('between seeds' in n for n in v.notes)
 
 
 # The premise
@@ -297,7 +298,7 @@ def test_bit_operations_are_counted_on_the_papers_networks(batch):
 
 
 def test_where_the_paper_disagrees_with_itself():
-    odd = {c.text: verdicts.judge_paper_claim(c)[0] for c in list_claims()}
+    odd = {c.text: statements.judge_paper_claim(c)[0] for c in list_claims()}
     assert {t: w for t, w in odd.items() if w in ('ties', 'contradicts itself')} == {
         'RepQ-BN beats Plain at 4 bits': 'ties', 'RepQ beats Plain on ECBSR at 4 bits': 'ties', 'RepQ beats Merged on ECBSR at 4 bits': 'ties',
         'RepQ outperforms the baselines in all experiments': 'ties',

@@ -9,7 +9,7 @@ from repq import runs, tables
 from repq.files import write_json
 from repq.evidence import Results, show_error
 from repq.tables import OPEN, accuracy, table
-from repq.verdicts import psnr
+from repq.statements import psnr
 
 BEATS = 'RepQ-BN beats Plain at 8 bits'
 
