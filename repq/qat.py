@@ -264,7 +264,7 @@ def quantizable_layers(net:nn.Module)->dict: # name -> layer
 def refuse_merged(net:nn.Module):
     "Refuse a network that has been merged to integers"
     for name, m in net.named_modules():
-        if 'codes' not in m._buffers: continue
+        if not isinstance(m, (nn.Conv2d, nn.Linear)) or 'codes' not in m._buffers: continue
         layer = name.rpartition('.')[0] or 'the layer itself'
         raise ValueError(f'the network is merged already ({layer}): its weights are integers and nothing in it '
                          'learns. Go back to the network that repq.merge was called on')

@@ -6,7 +6,7 @@
 __all__ = ['LARGEST', 'PLAIN', 'FORMAT', 'HEADER_LIMIT', 'ZEROS', 'pack_codes', 'unpack_codes', 'turned_channels', 'turn',
            'is_whole', 'LayerEntry', 'is_merged', 'is_layer', 'split_layers', 'entry_of', 'check_finite', 'on_grid',
            'tensors_of', 'expected_shapes', 'check_part', 'make_layer', 'bare_layer', 'check_argument',
-           'build_skeleton', 'other_state', 'structure', 'exchange', 'Content', 'compare_names', 'fold_norms',
+           'build_skeleton', 'other_state', 'structure', 'exchange', 'Content', 'compare_names', 'framed', 'fold_norms',
            'parts_in', 'fill', 'check_other', 'as_kind', 'sealed', 'digest_is_right', 'foreign_kind', 'parsed',
            'read_header', 'check_header', 'read_content', 'range_of', 'network_of', 'save', 'check_about', 'check_same',
            'load', 'about_file']
@@ -30,7 +30,7 @@ from .files import write_whole
 from .layer import Quantizable, RepConv2d
 from .models import LINEAR, MODELS, RepNet, build_model, merged_weight
 from .qat import FrozenQuantizer, check_network, computed_weight, copied, quantizable_layers
-from .qat import replace_module, unsupported_conv
+from .qat import replace_module, simplify_norms, unsupported_conv
 
 # %% ../nbs/10_saving.ipynb #5afe0005
 def pack_codes(
@@ -286,6 +286,12 @@ def compare_names(what:str, there:set, wanted:set):
     if missing: raise ValueError(f'{what}: the file does not have {", ".join(missing[:5])}')
     if extra: raise ValueError(f'{what}: the file has {", ".join(extra[:5])}, the network does not')
 
+def framed(net:nn.Module)->nn.Module:
+    "A copy to be filled; subclasses of batch norm that compute the same are ordinary ones, as after `quantize`"
+    net = copied(net)
+    simplify_norms(net)
+    return net
+
 def fold_norms(net:nn.Module, names:list):
     "Put identities in place of norms that the saved network had folded"
     modules, norms = dict(net.named_modules()), (nn.Identity, nn.modules.batchnorm._BatchNorm)
@@ -447,9 +453,10 @@ def save(
     check_network(plain)
     if quantizable_layers(plain):
         raise ValueError('the network is not merged: repq.save(repq.merge(net), path)')
-    layers, others = split_layers(plain)
+    frame = framed(plain)
+    layers, others = split_layers(frame)
     if not layers: raise ValueError(f'{type(plain).__name__} has no convolution or linear layer')
-    state = {name: t.detach().cpu().contiguous() for name, t in other_state(plain, layers).items()}
+    state = {name: t.detach().cpu().contiguous() for name, t in other_state(frame, layers).items()}
     check_finite('', state)
     tensors = dict(state)
     for name, m in layers.items(): tensors |= tensors_of(name, m)
@@ -460,7 +467,7 @@ def save(
                   input_range=range_of(plain, input_range), structure=content.structure,
                   layers={name: e.as_json() for name, e in content.layers.items()},
                   folded=[] if network else folded)
-    check_same(plain, fill(copied(plain), content))
+    check_same(plain, fill(frame, content))
     return write_whole(path, sealed({n: t.clone() for n, t in tensors.items()}, header))
 
 def check_about(about)->dict:
@@ -495,7 +502,7 @@ def load(
         if net is None and header['network'] is None:
             raise ValueError('its network is not one of repq.models: make one of the same architecture, '
                              'and repq.load(path, net=...)')
-        net = build_skeleton(header['network']) if net is None else copied(net).cpu()
+        net = build_skeleton(header['network']) if net is None else framed(net).cpu()
         range_of(net, saved or 'a range that it does not say')
         net = fill(net, content)
         if saved: net.input_range = saved

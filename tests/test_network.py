@@ -231,6 +231,14 @@ def test_takes_a_network(call):
     with pytest.raises(TypeError, match='give it learn.model'): call(Learner())
 
 
+def test_codes_of_others_are_no_merged_layer():
+    class CodeBook(nn.Module):
+        def __init__(self): super().__init__(); self.register_buffer('codes', torch.zeros(3))
+        def forward(self, x): return x + self.codes.sum()
+    net = repq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3), CodeBook()), 8, 8)
+    assert isinstance(net[0], RepConv2d)
+
+
 def test_bits_of_numpy():
     import numpy as np
     net = repq.quantize(network(), np.int64(4), np.int8(4))

@@ -124,6 +124,20 @@ def test_dilated_and_unused_layers(tmp_path):
     assert_equal(repq.load(repq.save(net, tmp_path/'net.safetensors'), net=make()), net, data()[0])
 
 
+class OwnNorm(nn.BatchNorm2d):
+    "As timm has them: a batch norm under another name"
+
+
+@pytest.mark.parametrize('quantized', [True, False])
+def test_norms_under_another_name(quantized, tmp_path):
+    "`quantize` makes ordinary norms of them, those that it folds and those that it leaves"
+    def make(): return nn.Sequential(nn.Conv2d(3, 4, 3), OwnNorm(4), nn.ReLU(), OwnNorm(4), nn.Conv2d(4, 4, 1))
+    net = merged(make()) if quantized else repq.merge(randomize_bn(make()).eval())
+    again = repq.load(repq.save(net, tmp_path/'net.safetensors'), net=make())
+    assert_equal(again, net, data()[0])
+    assert isinstance(net[1], nn.Identity) == quantized
+
+
 def test_double_precision(tmp_path):
     net = merged(foreign().double(), batches=[x.double() for x in data()])
     assert_equal(repq.load(repq.save(net, tmp_path/'net.safetensors'), net=foreign()), net, data()[0].double())
