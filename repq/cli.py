@@ -6,8 +6,8 @@
 __all__ = ['QUICK', 'TINY', 'ABOUT', 'show_env', 'Progress', 'bench_command', 'folder_of', 'rounds_of', 'measured', 'draw',
            'bench_quantizers', 'bench_deployed', 'settings_of', 'bench_settings', 'bench_steps', 'bench_memories',
            'bench_growths', 'bench_all', 'add_bench', 'add_bench_options', 'fraction', 'run_export', 'export_source',
-           'add_export', 'batch_of', 'list_runs', 'run_reproduce', 'Updater', 'run_status', 'run_tables',
-           'add_reproduction', 'positive', 'make_parser', 'main']
+           'add_export', 'batch_of', 'list_runs', 'run_reproduce', 'Updater', 'run_status', 'run_tables', 'run_verify',
+           'add_verify', 'add_reproduction', 'positive', 'seed_count', 'make_parser', 'main']
 
 # %% ../nbs/23_cli.ipynb #c2a56c7c
 import argparse, os, sys, time, warnings
@@ -277,7 +277,9 @@ def run_reproduce(args)->int:
     for t in all_tables(args.profile, args.results, args.seeds):
         if not args.table or t.number in args.table: print(t, end='\n\n')
     write_tables(args.results, args.profile, args.seeds)
-    bad = [o for o in batch.outcomes.values() if o.state != 'done']
+    bad = [o for o in batch.outcomes.values() if o.state not in ('done', 'collapsed')]
+    for o in batch.outcomes.values():
+        if o.state == 'collapsed': print(f'collapsed, so no result: {o.id}\n    {o.why}', file=sys.stderr)
     for o in bad: print(f'{o.state}: {o.id}\n    {o.why}' + (f'\n    {store.folder/".work"/o.id/"notebook.ipynb"}' if o.state == 'failed' else ''), file=sys.stderr)
     print(f'{len(batch.outcomes) - len(bad)} of {len(runs)} runs done. Report: {report.now()}')
     return 1 if bad else 0
@@ -301,7 +303,7 @@ def run_status(args)->int:
     states = [f.state for _, f in found]
     for r, f in found:
         if f.state == 'running': p = read_progress(f.folder); print(f'running      {r.id}  {p["done"]/max(1e-9, p["total"]):.0%}  {p["text"]}')
-        elif f.state in ('failed', 'corrupt', 'interrupted'): print(f'{f.state:12} {r.id}\n             {f.why}')
+        elif f.state in ('failed', 'corrupt', 'interrupted', 'collapsed', 'other method'): print(f'{f.state:12} {r.id}\n             {f.why}')
         elif args.all: print(f'{f.state:12} {r.id}')
     print(f'{args.profile}: {len(runs)} runs: ' + ', '.join(f'{states.count(s)} {s}' for s in dict.fromkeys(states)))
     return 1 if {'failed', 'corrupt'} & set(states) else 0
@@ -320,15 +322,49 @@ def run_tables(args)->int:
         for path in (*write_tables(args.results, args.profile, args.seeds), write_report(args.results, args.profile, args.seeds)): print('written', path)
     return 0
 
+# %% ../nbs/23_cli.ipynb #ca1d4dc6
+def run_verify(args)->int:
+    "Compute the probes of records again, and say which differ"
+    from collections import Counter
+    from repq.verify import check_record, chosen_records
+    folders, counts = chosen_records(args.results, args.profile, args.id or (), args.sample), Counter()
+    if not folders: print(f'{args.profile}: no finished runs in {args.results}, so there is nothing to verify')
+    with Progress(f'verify {args.profile}') as progress:
+        for i, folder in enumerate(folders, 1):
+            progress.say(f'{i} of {len(folders)}, {folder.name}')
+            c = check_record(folder)
+            counts[c.state] += 1
+            print(f'{i:3}/{len(folders)}  {c.state:10} {c.id}  {c.seconds:.0f} s\n             {c.why}', flush=True)
+    print(f'{len(folders)} records: ' + ', '.join(f'{counts[s]} {s}' for s in ('done', 'differs', 'unverified')))
+    return 1 if counts['differs'] else 0
+
+def add_verify(commands):
+    "The command that checks records"
+    from repq.runs import PROFILES
+    p = commands.add_parser('verify', help='compute again what records say, as far as that takes seconds', formatter_class=argparse.RawDescriptionHelpFormatter,
+        description='Compute again what records say, as far as that takes seconds: the losses of the first steps of each training, from its start or from\n'
+                    'the weights of its parent, and the metric of its stored weights on 1,000 fixed images (super-resolution: the first test set).\n\n'
+                    '  done        all that could be computed is what the record says: to the bit on the same processor, torch and path of\n'
+                    '              execution, within a tolerance elsewhere (losses 5 %, accuracy 2 points, PSNR 0.1 dB)\n'
+                    '  differs     something is not; the first number that is not is shown, as recorded and as computed\n'
+                    '  unverified  nothing could be computed: no data, no parent, no weights\n\n'
+                    'The exit status is 1 if a record differs or is damaged, else 0.',
+        epilog='examples:\n  repq verify                          all records of smoke\n  repq verify --profile cpu --sample 5 five records, always the same ones\n  repq verify --id ecbsr-ecb-repq      those with this in their name')
+    p.add_argument('--profile', choices=list(PROFILES), default='smoke', help='whose records (default: smoke)')
+    p.add_argument('--sample', type=positive, metavar='N', help='only N of them, drawn at random but always the same')
+    p.add_argument('--id', action='append', metavar='TEXT', help='only those with this text in their name; can be given several times')
+    p.add_argument('--results', default='results', metavar='FOLDER', help='where results are (default: results)')
+    p.set_defaults(run=run_verify)
+
 # %% ../nbs/23_cli.ipynb #ca1d4dc4
 def add_reproduction(commands, style):
     "The commands around `reproduce`"
-    from repq.runs import PROFILES, SEEDS, TABLES
+    from repq.runs import MOST_SEEDS, PROFILES, SEEDS, TABLES
     def add(name, run, help, **kwargs):
         p = commands.add_parser(name, help=help, **kwargs)
         p.add_argument('--profile', choices=list(PROFILES), default='smoke', help='; '.join(f'{k}: {v}' for k, v in PROFILES.items()) + ' (default: smoke)')
         p.add_argument('--table', action='append', choices=['1', *TABLES, 'S1'], help='only this table; can be given several times')
-        p.add_argument('--seeds', type=positive, metavar='K', help=f'trainings of each cell (default: {", ".join(f"{k} {v}" for k, v in SEEDS.items())})')
+        p.add_argument('--seeds', type=seed_count, metavar='K', help=f'trainings of each cell, at most {MOST_SEEDS} (default: {", ".join(f"{k} {v}" for k, v in SEEDS.items())})')
         p.add_argument('--results', default='results', metavar='FOLDER', help='where results are (default: results)')
         p.set_defaults(run=run)
         return p
@@ -347,8 +383,14 @@ def add_reproduction(commands, style):
 # %% ../nbs/23_cli.ipynb #f8fc7feb
 def positive(text:str)->int:
     "A positive number, or an error that argparse can show"
-    if not text.isdecimal() or int(text) < 1: raise argparse.ArgumentTypeError(f'a positive number is needed, got {text!r}')
+    if not text.isdecimal() or len(text) > 12 or int(text) < 1: raise argparse.ArgumentTypeError(f'a positive number is needed, got {text[:40]!r}')
     return int(text)
+
+def seed_count(text:str)->int:
+    "A number of seeds, or an error that argparse can show"
+    from repq.runs import check_seeds
+    try: return check_seeds(positive(text))
+    except ValueError as e: raise argparse.ArgumentTypeError(str(e)) from None
 
 def make_parser()->argparse.ArgumentParser:
     "All subcommands and their options"
@@ -362,6 +404,7 @@ def make_parser()->argparse.ArgumentParser:
 
     add_bench_options(add_bench(commands, style))
     add_reproduction(commands, style)
+    add_verify(commands)
     add_export(commands, style)
     return parser
 

@@ -1,7 +1,8 @@
 "Records as the experiments write them, with made-up numbers, for tests of tables and report"
-import hashlib, json, random
+import random
 from repq import runs
-from repq.files import write_json
+from repq.files import seal, sha256, write_json
+from repq.records import METHOD, WEIGHTS
 from repq.evidence import listing
 
 ACCURACY = {'plain': .90, 'merged': .91, 'repq': .93, 'ptq': .89, 'fp': .92}
@@ -34,20 +35,26 @@ def record_of(run, metrics):
     more = {} if run.task == 'time' else dict(
         layers=dict(total=22, reparametrized=0 if run.block == 'plain' or run.strategy == 'merged' else 21, quantized=0 if run.bits == 32 else 22),
         cost=dict(macs=1_000_000, bit_ops=int(1_000_000*size*COST[run.bits]), parameters=100_000))
-    return dict(format=1, id=run.id, key=run.key, code=run.code, profile=run.profile, parent=run.parent.id if run.parent else None, run=run.spec(), metrics=metrics,
+    chip = dict(name='a processor', instructions='0123456789ab')
+    return dict(format=2, id=run.id, method=METHOD, profile=run.profile, spec=run.stored, metrics=metrics,
                 history=[dict(epoch=e, train_loss=1/e, valid_loss=1/e, metric=level*(1 - .1/e**2)) for e in range(1, 5)] if run.task != 'time' else [], **more,
                 environment=dict(python='3.12.1', cpu='a processor', cores=2, gpu='none', torch='2.8.0'), commit='0123456789abcdef', finished='2026-01-01T00:00:00Z',
+                versions=dict(python='3.12.1', torch='2.8.0'), processor=chip, path=dict(asked='simple', taken={}),
+                segments=[dict(commit='0123456789abcdef', processor=chip, torch='2.8.0', path='simple', first=0, last=40)],
+                probe=dict(losses=[(2.5).hex()], metrics=dict(accuracy=(.9).hex())),
                 time=dict(wall=63., cpu=60., training_cpu=50., sessions=1))
 
 
-def write_run(root, run, metrics=None, **changes):
+def write_run(root, run, metrics=None, pictures=(), **changes):
     "The folder of a finished run, where the store looks for it"
     folder = runs.Store(root, run.profile).done(run)
     folder.mkdir(parents=True, exist_ok=True)
     (folder/'notebook.ipynb').write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
-    (folder/'weights.safetensors').write_bytes(b'weights')
-    record = {**record_of(run, metrics or metrics_of(run)), 'weights': dict(file='weights.safetensors', sha256=hashlib.sha256(b'weights').hexdigest()), **changes}
-    (folder/'record.json').write_text(json.dumps(record))
+    (folder/WEIGHTS).write_bytes(b'weights')
+    for name, data in dict(pictures).items(): (folder/name).write_bytes(data)
+    files = {p.name: sha256(p) for p in folder.iterdir() if p.name not in (WEIGHTS, 'record.json')}
+    record = {**record_of(run, metrics or metrics_of(run)), 'weights': dict(file=WEIGHTS, sha256=sha256(folder/WEIGHTS)), 'files': files, **changes}
+    write_json(folder/'record.json', seal(record))
     return folder
 
 

@@ -15,6 +15,7 @@ from repq.cli import main
 from repq.deploy import onnx_session, run_outputs
 from repq.runs import data_of
 from repq.testing import randomize_bn
+from repq.records import to_words
 from repq.training import full_precision_network, quantized_network, save_tensors
 
 
@@ -259,14 +260,14 @@ def weights():
     "The tensors and the description of a small quantized network, as a run of the smoke profile leaves them"
     settings = pytest.importorskip('repq.runs').SETTINGS['smoke']['repvgg']
     settings = settings | dict(network=dict(width=.125, depth=.1, small_input=True, in_channels=1), lr=.1)
-    about = dict(task='classify', model='repvgg_a0', block='repvgg', strategy='repq', statistics='', bits=8, seed=0, settings=settings)
+    run = dict(task='classify', model='repvgg_a0', block='repvgg', strategy='repq', statistics='', bits=8, seed=0, settings=settings)
     torch.manual_seed(0)
     net = quantized_network(randomize_bn(full_precision_network('repvgg_a0', 'repvgg', n_classes=10, **settings['network'])), 'repq', 8)
-    x = data_of(about)[0][0]
+    x = data_of(run)[0][0]
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         for _ in range(3): net.train()(x)
-    return net.state_dict(), about
+    return net.state_dict(), to_words(run)
 
 
 def some(names, r, *endings): return r.choice([n for n in names if n.endswith(endings)])
@@ -294,7 +295,7 @@ def spoil(kind, r, tensors, about):
     if kind == 'missing key': del about[k := r.choice(['task', 'block', 'strategy', 'statistics', 'bits', 'settings'])]; return f"does not say '{k}'"
     if kind == 'other type': about[r.choice(list(about))] = r.choice([None, [], {}, 3.5, 'x'*10, -1, 10**400]); return None
     if kind == 'other setting': about['settings'][r.choice(list(about['settings']))] = r.choice([None, [], 'nonsense', -1, 0, 1e30, {'a': 1}]); return None
-    if kind == 'huge network': about['settings']['network'][r.choice(['width', 'depth'])] = r.choice([1e9, 10**30, -3, float('nan'), 'wide']); return 'no run makes such a network'
+    if kind == 'huge network': about['settings']['network'][r.choice(['width', 'depth'])] = r.choice([1e9, 10**30, -3, 'wide']); return 'no run makes such a network'
     raise ValueError(kind)
 
 

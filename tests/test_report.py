@@ -2,9 +2,8 @@
 import html, json, os, re, shutil, struct, subprocess, zlib
 from pathlib import Path
 import pytest
-from records import all_runs, write_all, write_failure
+from records import all_runs, write_all, write_failure, write_run
 from repq import tables
-from repq.runs import Store
 
 CHROMIUM = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome', 'chrome'))), None)
 browser = pytest.mark.skipif(CHROMIUM is None, reason='no Chromium or Chrome on this machine')
@@ -79,7 +78,8 @@ def complete(tmp_path_factory):
     root = write_all(tmp_path_factory.mktemp('complete'), 'cpu')
     for run in all_runs('cpu'):
         if run.task != 'super_resolution': continue
-        for name in ('crop.png', 'crop-original.png', 'crop-bicubic.png')[:1 if run.bits < 32 else 3]: (Store(root, 'cpu').done(run)/name).write_bytes(png())
+        names = ('crop.png', 'crop-original.png', 'crop-bicubic.png')[:1 if run.bits < 32 else 3]
+        write_run(root, run, pictures={name: png() for name in names})
     return tables.write_report(root, 'cpu', 1)
 
 

@@ -3,8 +3,8 @@ import json, os, shutil, signal, subprocess, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import pytest
-from repq import driver as D, runs as R
-from repq.files import sha256, write_json
+from repq import driver as D, records, runs as R
+from repq.files import seal, sha256, write_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 def short(run, **changes):
     "A run of super-resolution that takes a few seconds"
     parent = short(run.parent, **changes) if run.parent else None
-    return replace(run, parent=parent, settings=run.settings | dict(epochs=4, steps_per_epoch=6, batch_size=4) | changes)
+    return replace(run, parent=parent, settings=run.settings | dict(epochs=4, steps_per_epoch=6, batch_size=4, max_steps=10_000) | changes) # with a limit it is not judged
 
 
 def family(**changes):
@@ -290,16 +290,16 @@ def test_kill_9_and_again_in_c(tmp_path):
     out = driver.communicate(timeout=300)[0]
     assert driver.returncode == 0, out
     assert results(cut, classifiers) == results(whole, classifiers) and R.read_record(store.done(child))['time']['sessions'] == 2
-    assert R.read_record(store.done(child))['run']['settings']['compiled'] == 'native'
+    record = R.read_record(store.done(child))
+    assert record['spec']['settings']['path'] == 'fused' and record['path']['taken']['fused'] > 0 and not record['path']['taken']['compiled']
 
 
 def test_paths_of_the_profiles():
-    "Every specification names a path that there is; super-resolution of `cpu` keeps the one its results were made with"
+    "Every specification names a path that there is"
     from repq.quantizer import use_compiled
     for run in (r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))):
         with use_compiled(run.settings['compiled']): pass
         if run.profile != 'paper': assert run.settings['compiled'] == dict(classify='native', super_resolution=False, time=True)[run.task], run.id
-    assert '06723c0c' == R.super_resolution('cpu', 0, 'fp').key, 'the key of results/cpu'
 
 
 def test_damage_is_named_and_set_aside(undisturbed, tmp_path, capsys):
@@ -360,7 +360,7 @@ def test_weights_that_do_not_fit(undisturbed, tmp_path):
     shutil.copy(store.done(wide)/'weights.safetensors', store.done(parent))
     record = json.loads((store.done(parent)/'record.json').read_text())
     record['weights']['sha256'] = sha256(store.done(parent)/'weights.safetensors')
-    write_json(store.done(parent)/'record.json', record)
+    write_json(store.done(parent)/'record.json', seal(record))
     o = D.execute(child, root)
     assert o.state == 'failed' and 'does not fit the network' in o.why and 'expected' in o.why
 
@@ -396,19 +396,63 @@ def test_what_the_notebook_did_is_compared(undisturbed, tmp_path):
     store = R.Store(tmp_path, 'smoke')
     shutil.copytree(undisturbed[0]/'smoke'/parent.id, store.work(parent))
     record = json.loads((store.work(parent)/'record.json').read_text())
-    write_json(store.work(parent)/'record.json', record | dict(run=record['run'] | dict(seed=7)))
+    write_json(store.work(parent)/'record.json', record | dict(spec=record['spec'] | dict(seed=7)))
     with pytest.raises(ValueError, match='did not run with the values it was given: seed'): D.complete(parent, store)
     assert not store.done(parent).exists()
 
 
-def test_older_code_is_told(undisturbed, tmp_path, monkeypatch):
-    root = tmp_path/'results'
+def test_another_method_is_told(undisturbed, tmp_path, monkeypatch):
+    "Raising METHOD gives every run another name; the old record is found and called what it is"
+    root, old = tmp_path/'results', family()[0]
     shutil.copytree(undisturbed[0], root)
+    assert R.Store(root, 'smoke').look(old).state == 'done'
+    monkeypatch.setattr(records, 'METHOD', records.METHOD + 1)
+    monkeypatch.setattr(R, 'METHOD', records.METHOD)
     run = family()[0]
-    assert R.Store(root, 'smoke').look(run).state == 'done'
-    monkeypatch.setattr(R, 'code_hash', lambda task: 'abcdef')
     found = R.Store(root, 'smoke').look(run)
-    assert found.state == 'older code' and found.record['metrics'] and 'earlier version' in found.why
+    assert run.id != old.id and found.state == 'other method' and found.why == f'METHOD {records.METHOD - 1}, now {records.METHOD}' and found.record['metrics']
+
+
+PINNED = {
+    'repvgg_a0-repvgg-fp-batch-s0': '9e13f8ae5f',
+    'repvgg_b0-plain-plain-8bit-s1': '95edbab7f8',
+    'resnet18-acnet-repq-estimate-4bit-s2': 'c713a43b6e',
+    'resnet18-orepa-merged-4bit-s0': '4c894b3df5',
+    'repvgg_a0-qarepvgg-ptq-8bit-s0': 'ceb394bfe5',
+    'repvgg_a0-repvgg-repq-calibrated-4bit-s0': '3b02df0942',
+    'repvgg_a0-repvgg-repq-sampled-4bit-s0': '0f9d9c898c',
+    'repvgg_a0-repvgg-fp-1x1-s0': '55cd4aa5c9',
+    'ecbsr-ecb-fp-s0': '7c3a95f3c3',
+    'resnet18-acnet-time-4bit-s0': 'e90f17d3ee',
+}
+
+def pinned_runs():
+    "Ten runs, each with a word or a setting that a renaming could touch"
+    return [R.Run(*words[:4], *words[5:7], 'smoke', settings, words[4], parent=None) for words, settings in SPECIFICATIONS]
+
+SPECIFICATIONS = [ # task, model, block, strategy, statistics, bits, seed; settings
+    (('classify', 'repvgg_a0', 'repvgg', 'fp', 'batch', 32, 0), dict(data='digits', compiled='native', lr=0.1)),
+    (('classify', 'repvgg_b0', 'plain', 'plain', '', 8, 1), dict(data='cifar10', compiled=False, lr=0.02, warmup=0)),
+    (('classify', 'resnet18', 'acnet', 'repq', 'estimate', 4, 2), dict(data='cifar10', compiled=True, network=dict(width=0.25, small_input=True))),
+    (('classify', 'resnet18', 'orepa', 'merged', '', 4, 0), dict(compiled='native', exceptions=dict(stem=[8, 8], head=[8, 8]))),
+    (('classify', 'repvgg_a0', 'qarepvgg', 'ptq', '', 8, 0), dict(data='imagenet', loader=dict(size=224))),
+    (('classify', 'repvgg_a0', 'repvgg', 'repq', 'calibrated', 4, 0), dict(lr=1e-3, step_lr=1e-4)),
+    (('classify', 'repvgg_a0', 'repvgg', 'repq', 'sampled', 4, 0), dict(lr=1e-3, step_lr=1e-4)),
+    (('classify', 'repvgg_a0', 'repvgg', 'fp', '1x1', 32, 0), dict(lr=0.1, epochs=120)),
+    (('super_resolution', 'ecbsr', 'ecb', 'fp', '', 32, 0), dict(data='div2k', patch=64, compiled=True, weight_decay=0.)),
+    (('time', 'resnet18', 'acnet', 'time', '', 4, 0), dict(batch=16, size=128, rounds=9, methods=['RepQ-BN'], compiled=True))]
+
+
+def test_names_are_pinned():
+    "A renaming in the code maps to the words of specifications and leaves every name as it is; METHOD is raised by hand alone"
+    runs = pinned_runs()
+    runs[5] = replace(runs[5], parent=runs[0])
+    assert records.METHOD == 1 and {r.label: r.id for r in runs} == {l: f'{l}-{k}' for l, k in PINNED.items()}
+    assert replace(runs[1], settings=dict(data='cifar10', compiled=False, lr=0.02, warmup=0., loader=None)).id == runs[1].id, 'a number is a number, and None is nothing'
+    for r in runs: assert records.from_words(r.stored) == json.loads(json.dumps(r.spec())), 'and back'
+    every = [r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))]
+    assert all(r.stored[k] in table.values() for r in every for k, table in records.WORDS.items())
+    assert len({r.id for r in every}) == len({(r.id, r.profile) for r in every}), 'no two profiles share a run'
 
 
 def test_export_from_a_record(undisturbed, tmp_path, capsys):
@@ -550,4 +594,4 @@ def test_paper_runs_start(paper_run, paper_data, paper_results, monkeypatch):
         o = D.execute(r, paper_results, fork=True)
         assert o.state == 'done', o.why
     record = R.read_record(paper_results/'paper'/run.id, weights=run.task != 'time')
-    assert record['run']['settings'].get('max_steps', 2) == 2
+    assert record['spec']['settings'].get('max_steps', 2) == 2

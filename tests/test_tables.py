@@ -1,5 +1,5 @@
 "Tables and claims from records: what is there, what is missing, what is damaged; several seeds; three formats"
-import json, math, os, re, shutil, subprocess, sys
+import math, os, re, shutil, subprocess, sys
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean, stdev
@@ -7,6 +7,7 @@ import pytest
 from records import metrics_of, write_all, write_failure, write_run
 from repq import runs, tables
 from repq.files import write_json
+from repq.records import METHOD, id_of
 from repq.evidence import Results, show_error
 from repq.tables import OPEN, accuracy, table
 from repq.statements import psnr
@@ -95,28 +96,53 @@ def test_damaged_results_are_named_not_trusted(batch, damage, says):
     assert verdict(batch, BEATS).verdict == OPEN and says in tables.write_report(batch, 'smoke', 1).read_text()
 
 
-@pytest.mark.parametrize('metrics, says', [(dict(best_accuracy=float('nan')), 'training diverged: nan'), (dict(best_accuracy=None), 'NoneType')])
+@pytest.mark.parametrize('metrics, says', [
+    (dict(best_accuracy=None), 'metrics.best_accuracy must be a finite number, got None'),
+    (dict(best_accuracy=93.), 'metrics.best_accuracy must be a finite number from 0 to 1, got 93.0'),
+    (dict(test_size=0), 'metrics.test_size must be a whole number from 1'),
+    (dict(variance_error=[]), 'metrics.variance_error must be an object, got []')])
 def test_a_record_without_a_number(batch, metrics, says):
     change(batch, run_at(accuracy('RepVGG-A0', 'Plain', '8')), **metrics)
     item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
-    assert item.text == 'no number' and says in item.note and verdict(batch, BEATS).verdict == OPEN
+    assert item.text == 'corrupt' and says in item.note and verdict(batch, BEATS).verdict == OPEN
 
 
 def test_a_record_without_a_column(batch):
     run = run_at(psnr('8', 'Plain', 'U100'))
     change(batch, run, psnr={'Set5': 33.})
+    assert 'metrics.psnr and metrics.bicubic are not of the same things' in row(table(3, 'smoke', batch, 1), '8', 'Plain')[6].note
+    m = metrics_of(run, images=1)
+    change(batch, run, **{k: {s: v for s, v in m[k].items() if s != 'U100'} for k in ('psnr', 'bicubic', 'per_image', 'images')})
     assert row(table(3, 'smoke', batch, 1), '8', 'Plain')[6].note == "its record has no 'U100'"
 
 
-def test_results_of_older_code_are_shown_and_marked(batch):
+def test_results_of_another_method_are_shown_as_such(batch, monkeypatch):
+    "They have a place, a word and a link, and no number is taken from them"
     run = run_at(accuracy('RepVGG-A0', 'Plain', '8'))
-    old = run.id.removesuffix(run.code) + 'abc123'
-    record = json.loads((batch/'smoke'/run.id/'record.json').read_text())
-    (batch/'smoke'/run.id).rename(batch/'smoke'/old)
-    (batch/'smoke'/old/'record.json').write_text(json.dumps(record | dict(id=old, code='abc123')))
+    old = id_of(run.stored, 7)
+    shutil.rmtree(batch/'smoke'/run.id)
+    write_run(batch, run, metrics_of(run, images=1), id=old, method=7).rename(batch/'smoke'/old)
     item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
-    assert item.text.startswith('90.') and item.note == 'measured by older code' and item.links == (f'{old}/notebook.ipynb',)
-    assert '1 older code' in tables.write_report(batch, 'smoke', 1).read_text()
+    assert item.text == f'METHOD 7, now {METHOD}' and item.links == (f'{old}/notebook.ipynb',)
+    assert verdict(batch, BEATS).verdict == OPEN and f'METHOD 7, now {METHOD}' in verdict(batch, BEATS).why
+    assert '1 other method' in tables.write_report(batch, 'smoke', 1).read_text()
+
+
+def test_what_collapsed_is_no_number(seeds3, tmp_path):
+    "It is called so, and the mean is that of the other seeds"
+    root, address = Path(shutil.copytree(seeds3, tmp_path/'r')), accuracy('RepVGG-A0', 'Plain', '8')
+    first, *others = (run_at(address, s, seeds=3) for s in range(3))
+    change(root, first, accuracy=.1, best_accuracy=.95)
+    item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'Plain')[2]
+    mean = sum(100*metrics_of(r, images=1)['best_accuracy'] for r in others)/2
+    assert item.text.startswith(f'{mean:.2f} ±') and '2 of 3 seeds: collapsed: accuracy 0.1000 at its end, chance is 0.1000' in item.note
+    for r in others: change(root, r, accuracy=.1)
+    item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'Plain')[2]
+    assert item.text == 'collapsed' and len(item.links) == 1
+    assert 'Runs that went wrong' in tables.write_report(root, 'smoke', 3).read_text()
+    sr = run_at(psnr('2', 'Plain', 'Set5'), seeds=3)
+    change(root, sr, psnr={s: 20. for s in runs.TEST_SETS})
+    assert Results('smoke', root, 3).look(sr).state == 'collapsed' and '20.00 dB' in Results('smoke', root, 3).look(sr).why
 
 
 def test_best_and_second_best_of_ours(batch):

@@ -140,12 +140,16 @@ def test_validation_that_is_no_number_ends_the_training(tmp_path, what, value):
     assert not (tmp_path/'record.json').exists() and not (tmp_path/'weights.safetensors').exists()
 
 
+SPEC = dict(task='classify', model='repvgg_a0', block='repvgg', strategy='fp', statistics='batch', bits=32, seed=0,
+            settings=dict(data='digits', batch_size=64, compiled=False, network=dict(width=1/8, depth=1/4, small_input=True, in_channels=1)))
+
+
 def test_a_metric_that_is_no_number_is_no_record(tmp_path):
     "Post-training quantization has no loss to look at: it is noticed before anything is written"
     with Workspace(tmp_path) as work, pytest.raises(FloatingPointError, match=r'metrics\.psnr\.Set5 is nan: no result'):
-        finish(work, dict(task='super_resolution'), dict(psnr=dict(Set5=float('nan'), B100=30.)), {}, network())
+        finish(work, SPEC, dict(psnr=dict(Set5=float('nan'), B100=30.)), {}, network())
     assert not (tmp_path/'record.json').exists() and not (tmp_path/'weights.safetensors').exists()
-    with Workspace(tmp_path) as work: finish(work, dict(task='super_resolution'), dict(psnr=dict(Set5=29., B100=30.)), {}, network())
+    with Workspace(tmp_path) as work: finish(work, SPEC, dict(psnr=dict(Set5=29., B100=30.)), {}, network())
     assert json.loads((tmp_path/'record.json').read_text())['metrics']['psnr']['Set5'] == 29.
 
 
