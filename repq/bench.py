@@ -135,12 +135,12 @@ def compared_networks(
 )->dict: # such as 'QAT RepQ-BN' -> network
     "A network without and with branches, in full precision and in QAT by each method"
     def quantized(method):
-        net = quantize(make(False), bits, bits, statistics=METHODS[one_of(method, METHODS, 'method')] or None)
+        net = quantize(make(False), bits, bits, statistics=METHODS[one_of(method, METHODS, 'method')] or None, start='first')
         if method == 'RepQ-BNEst, all':
             for l in net.modules():
                 if isinstance(l, RepConv2d): l.statistics = 'estimate'
         return net
-    found = {'FP Plain': make(True), 'FP Re-parametrized': as_trained(make(False)), 'QAT Plain': quantize(make(True), bits, bits)}
+    found = {'FP Plain': make(True), 'FP Re-parametrized': as_trained(make(False)), 'QAT Plain': quantize(make(True), bits, bits, start='first')}
     return found | {f'QAT {m}': quantized(m) for m in (methods_for(found['FP Re-parametrized']) if methods is None else methods)}
 
 # %% ../nbs/22_bench.ipynb #b7a10031
@@ -473,7 +473,7 @@ def deployed_files(folder, model:str, size:int, bits, **kwargs)->dict: # such as
     x = torch.randn(4, net.in_channels, size, size)
     files = {'float32': export_onnx(net.eval(), Path(folder)/'float32.onnx', x[:1])}
     for b in bits:
-        net = quantize(make(), b, b)
+        net = quantize(make(), b, b, start='first')
         net(x)                                 # the quantizers are initialised
         files[f'{b} bits'] = export_onnx(net.eval(), Path(folder)/f'{b}.onnx', x[:1], packed=b <= 4)
     return files

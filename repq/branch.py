@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['UNSUPPORTED', 'COLORS', 'LINE', 'Branch', 'as_pair', 'refuse', 'Conv', 'Fixed', 'Identity', 'check_branch', 'Scale',
-           'WeightNorm', 'Sum', 'Seq', 'Norm', 'track', 'Picture', 'line', 'box', 'chain', 'fan', 'draw', 'leaf_label']
+           'WeightNorm', 'Sum', 'Seq', 'Norm', 'track', 'output_norms', 'without_variance', 'Picture', 'line', 'box',
+           'chain', 'fan', 'draw', 'leaf_label']
 
 # %% ../nbs/03_branch.ipynb #b5fee065
 from functools import reduce
@@ -283,6 +284,28 @@ class Norm(Branch):
 def track(signal:Signal):
     "Update the running statistics of all norms that a signal met"
     for norm, stats in signal.memo.items(): norm.track(stats, norm.statistics or signal.statistics)
+
+# %% ../nbs/03_branch.ipynb #c4ef090b
+def output_norms(branch:Branch)->list:
+    "The norms whose channels are the output channels of a branch"
+    if isinstance(branch, Norm): return [branch, *output_norms(branch.child)]
+    if isinstance(branch, Scale): return output_norms(branch.child)
+    if isinstance(branch, Sum): return [n for p in branch.parts for n in output_norms(p)]
+    return output_norms(branch.parts[-1]) if isinstance(branch, Seq) else []
+
+def without_variance(
+    branch:Branch,
+    memo:dict=None # norm -> statistics that a kernel was folded with; None: running statistics
+)->Tensor|None: # (out,) bool; None: no norm took part
+    "The output channels that are folded with a variance below the norm's epsilon"
+    if memo is None: found = {m: m.bn.running_var for m in branch.modules() if isinstance(m, Norm) and m.bn.running_var is not None}
+    else: found = {norm: stats.var for norm, stats in memo.items()}
+    outer, channels = set(output_norms(branch)), None
+    for norm, var in found.items():
+        low = var < norm.bn.eps
+        if norm not in outer: low = low.any().expand(branch.out_channels)
+        channels = low if channels is None else channels | low
+    return channels
 
 # %% ../nbs/03_branch.ipynb #91455c77
 from html import escape

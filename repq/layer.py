@@ -4,18 +4,18 @@
 
 # %% auto #0
 __all__ = ['MODES', 'one_of', 'Quantizable', 'refuse_tracing', 'needs_symmetry', 'RepConv2d', 'full_precision', 'as_dtype_of',
-           'run_branches', 'run_merged', 'run_quantized', 'check_padding', 'foldable', 'check_after', 'describe_layer',
-           'QuantLinear', 'join', 'row', 'draw_layer']
+           'check_padding', 'foldable', 'check_after', 'describe_layer', 'QuantLinear', 'join', 'row', 'draw_layer']
 
 # %% ../nbs/05_layer.ipynb #c0ad625b
 from contextlib import nullcontext
+from fastcore.basics import patch
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
 from .kernel import Kernel, convolve, show_size
 from .norm import STATISTICS, Signal
-from .branch import Branch, Fixed, Picture, as_pair, box, chain, check_branch, draw, line, refuse, track
-from .quantizer import make_quantizer
+from .branch import Branch, Fixed, Picture, as_pair, box, chain, check_branch, draw, line, refuse, track, without_variance
+from .quantizer import COLD, PARTLY, START_BATCHES, make_quantizer
 from .weights import choices, make_weights, norms_in, quantize_input
 
 # %% ../nbs/05_layer.ipynb #a29caaea
@@ -46,15 +46,18 @@ class Quantizable(nn.Module):
         act_bits:int=8,         # 2 to 8, of the input
         signed_input:bool=None, # None: decided by the first batch
         family='lsq',           # of quantizers, see `make_quantizer`
-        symmetric:bool=None     # weights without the most negative integer; None: where `needs_symmetry`
+        symmetric:bool=None,    # weights without the most negative integer; None: where `needs_symmetry`
+        start:str='first'       # steps come from the 'first' training batch, or from several 'batches'
     ):
-        "Add quantizers, to be initialised by the first batch, and switch to mode `quantized`"
+        "Add quantizers, to be started in training, and switch to mode `quantized`"
         if self.weight_quantizer is not None: raise ValueError('the layer is quantized already: merge it, or start again from the full-precision layer')
         like = next(self.parameters(), torch.empty(0))
         symmetric = needs_symmetry(self, weight_bits) if symmetric is None else symmetric
         with torch.device(like.device):
-            weight = make_quantizer(family, bits=weight_bits, signed=True, channels=self.out_channels, symmetric=symmetric)
-            self.weight_quantizer, self.input_quantizer = weight, make_quantizer(family, bits=act_bits, signed=signed_input)
+            weight = make_quantizer(family, bits=weight_bits, signed=True, channels=self.out_channels, symmetric=symmetric,
+                                    start=start)
+            self.input_quantizer = make_quantizer(family, bits=act_bits, signed=signed_input, start=start)
+        self.weight_quantizer = weight
         if like.dtype == torch.float64: self.double()
         self.mode = 'quantized'
         return self
@@ -70,6 +73,42 @@ def refuse_tracing(mode:str):
 def needs_symmetry(layer:Quantizable, weight_bits:int)->bool:
     "Whether weights have to do without the lowest integer"
     return weight_bits == 8 and getattr(layer, 'after', None) is not None
+
+# %% ../nbs/05_layer.ipynb #5d0c41e9
+@patch
+def weight_to_start(self:Quantizable,
+    x:Tensor|None # the input of a batch, for its statistics; None: running statistics
+)->tuple: # weight, and which output channels cannot be judged by it, or None
+    "What the steps of the weight are found from"
+    raise NotImplementedError(f'{type(self).__name__} does not say what its weight is')
+
+@patch
+@torch.no_grad()
+def start_weights(self:Quantizable,
+    x:Tensor=None # the input of a batch; None: nothing is to be waited for
+):
+    "Find the steps of the weight"
+    q = self.weight_quantizer
+    q.batches += 1
+    final = x is None or q.start == 'batches' or q.batches >= START_BATCHES
+    weight, waits = self.weight_to_start(None if final else x)
+    late = q.waiting if q.known.phase == PARTLY else waits
+    q.initialize(weight, waits, final)
+    if final and late is not None and late.any():
+        names = ', '.join(map(str, late.nonzero().flatten().tolist()[:10]))
+        q.tell('late', f'output channels {names} of {len(late)} had no variance to start from: they take their running '
+               'statistics, or the median of the other steps. Inputs that are always zero are a usual cause')
+    q.batches = 0 if q.ready else q.batches
+
+@patch
+def started(self:Quantizable, x:Tensor)->bool:
+    "Whether the layer computes quantized; in training, quantizers that are cold start here"
+    wq, iq = self.weight_quantizer, self.input_quantizer
+    if iq.enabled and not iq.ready: iq.prepare(x)
+    elif self.training and iq.enabled: iq.watch(x)
+    if iq.enabled and not iq.ready: return False
+    if wq.enabled and not wq.ready and wq.can_start(): self.start_weights(x)
+    return wq.known.phase != COLD or not wq.enabled
 
 # %% ../nbs/05_layer.ipynb #f9996e0f
 class RepConv2d(Quantizable):
@@ -127,15 +166,19 @@ def as_dtype_of(branch:Branch, x:Tensor)->Tensor:
     return x.to(next(branch.parameters(), x).dtype) if torch.is_autocast_enabled(x.device.type) else x
 
 # %% ../nbs/05_layer.ipynb #4a0881f1
+@patch
 def run_branches(self:RepConv2d, x): return self.branch(self.signal(x))
 
+@patch
 def run_merged(self:RepConv2d, x):
     signal = self.signal(as_dtype_of(self.branch, x), track=True)
     with full_precision(x): k = self.branch.kernel(signal)
     track(signal)
     return convolve(x, k, self.stride, self.padding)
 
+@patch
 def run_quantized(self:RepConv2d, x):
+    if not self.started(x): return self.run_merged(x)
     norms = self.norms()
     q, measured = quantize_input(self.input_quantizer, x, choices(norms, self.statistics), self.training)
     signal = self.signal(as_dtype_of(self.branch, x), True, norms, measured)
@@ -143,7 +186,12 @@ def run_quantized(self:RepConv2d, x):
     track(signal)
     return convolve(q, Kernel(weight, bias, self.groups), self.stride, self.padding)
 
-for f in (run_branches, run_merged, run_quantized): setattr(RepConv2d, f.__name__, f)
+@patch
+def weight_to_start(self:RepConv2d, x):
+    if x is None: return self.kernel().weight, without_variance(self.branch)
+    signal = self.signal(as_dtype_of(self.branch, x))
+    with full_precision(x): weight = self.branch.kernel(signal).weight
+    return weight, without_variance(self.branch, signal.memo)
 
 # %% ../nbs/05_layer.ipynb #865b5094
 def check_padding(padding)->tuple:
@@ -182,8 +230,10 @@ class QuantLinear(Quantizable):
 
     def forward(self, x:Tensor)->Tensor:
         refuse_tracing(self.mode)
-        if self.mode != 'quantized': return F.linear(x, self.weight, self.bias)
-        return F.linear(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
+        if self.mode != 'quantized' or not self.started(x): return F.linear(x, self.weight, self.bias)
+        return F.linear(self.input_quantizer(x), self.weight_quantizer.on_grid(self.weight), self.bias)
+
+    def weight_to_start(self, x): return self.weight, None
 
     def extra_repr(self): return f'{self.in_features}, {self.out_features}, bias={self.bias is not None}, mode={self.mode!r}'
 

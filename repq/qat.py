@@ -8,11 +8,11 @@ __all__ = ['ONE_CALL', 'PRODUCTS', 'WAYS_OUT', 'HOOKS', 'STATE_HOOKS', 'WANTED',
            'has_hooks', 'is_norm', 'is_inside', 'traced_parts', 'left_alone', 'module_of', 'written_products',
            'products', 'say_no_rule', 'say_left', 'computed_by_hook', 'computed_weight', 'carry_hooks',
            'unsupported_conv', 'wrap_conv', 'wrap_layers', 'check_network', 'quantizable_layers', 'refuse_merged',
-           'refuse_computed', 'whole_bits', 'whole_exceptions', 'checked_bits', 'quantize', 'set_statistics',
-           'set_bits', 'FrozenQuantizer', 'plain_conv', 'plain_linear', 'fold_after', 'merge_quantized',
-           'check_numbers', 'is_initialised', 'merge_layer', 'copied', 'merge', 'average_statistics', 'set_ranges',
-           'check_batches', 'inputs_of', 'recalibrate', 'tell_progress', 'ptq', 'check_rates', 'parameter_groups',
-           'merge_for_training', 'plain', 'merged', 'repq', 'learning_rates']
+           'refuse_computed', 'whole_bits', 'whole_exceptions', 'checked_bits', 'quantize', 'name_quantizers',
+           'set_statistics', 'set_bits', 'FrozenQuantizer', 'plain_conv', 'plain_linear', 'fold_after',
+           'merge_quantized', 'check_numbers', 'is_initialised', 'merge_layer', 'copied', 'merge', 'average_statistics',
+           'set_ranges', 'check_batches', 'inputs_of', 'recalibrate', 'tell_progress', 'ptq', 'check_rates',
+           'parameter_groups', 'merge_for_training', 'plain', 'merged', 'repq', 'learning_rates']
 
 # %% ../nbs/09_qat.ipynb #6165a25c
 import copy, dis, operator, sys, time, warnings
@@ -28,7 +28,7 @@ from .kernel import fold_bn
 from .norm import STATISTICS
 from .branch import Conv
 from .layer import QuantLinear, Quantizable, RepConv2d, foldable, needs_symmetry, one_of
-from .quantizer import QuantizerState, int_range
+from .quantizer import PARTLY, START_BATCHES, STARTS, QuantizerState, int_range
 from .models import RepNet, conversions, layer_bits, layers_of, rep_nets
 
 # %% ../nbs/09_qat.ipynb #786ae278
@@ -312,9 +312,11 @@ def quantize(
     act_bits:int=4,        # 2 to 8
     statistics:str=None,   # of norms inside blocks: 'batch' (RepQ-BN), 'estimate' (RepQ-BNEst), ...; None: as each layer has it
     exceptions='paper',    # 'paper', None, or {name or pattern: (weight_bits, act_bits) or None}
-    family='lsq'           # of quantizers: 'lsq', 'noise', or a Quantizer class
+    family='lsq',          # of quantizers: 'lsq', 'noise', or a Quantizer class
+    start:str='batches'    # steps come from several training 'batches', or from the 'first', as in the paper
 )->nn.Module: # the same network, ready for quantization-aware training
-    "Quantize all convolutions and linear layers of a network; the first training batch initialises the steps"
+    "Quantize all convolutions and linear layers of a network; the first training batches set the steps"
+    one_of(start, STARTS, 'start')
     if statistics is not None: one_of(statistics, STATISTICS, 'statistics')
     done = [n for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None]
     if done: raise ValueError(f'the network is quantized already ({done[0] or "the layer itself"}): use set_bits to change its bits, or start from the full-precision network')
@@ -327,8 +329,16 @@ def quantize(
     if statistics: set_statistics(net, statistics)
     signed = {prefix + n: s for prefix, m in rep_nets(net).items() for n, s in m.signed_inputs().items()}
     for name, layer in layers.items():
-        if bits[name] != (32, 32): layer.quantize(*bits[name], signed.get(name), family)
+        if bits[name] != (32, 32): layer.quantize(*bits[name], signed.get(name), family, start=start)
+    name_quantizers(net)
     return net
+
+def name_quantizers(net:nn.Module):
+    "Tell quantizers where they are, for their warnings; what concerns all of them is said once"
+    told = set()
+    for name, layer in quantizable_layers(net).items():
+        for what, q in (('weights', layer.weight_quantizer), ('input', layer.input_quantizer)):
+            if q is not None: q.name, q.told_network = f'{name or "the layer"}, {what}', told
 
 # %% ../nbs/09_qat.ipynb #7a6e6e01
 def set_statistics(net:nn.Module, statistics:str)->nn.Module:
@@ -464,6 +474,7 @@ def merge(
                            f'{", ".join(cold)}. If they are used, {way}')
     net = copied(net).eval()
     for name, layer in quantizable_layers(net).items():
+        if layer.weight_quantizer is not None and layer.weight_quantizer.known.phase == PARTLY: layer.start_weights()
         merged = merge_layer(name, layer).eval()
         if not name: return merged
         replace_module(net, name, merged)
@@ -497,7 +508,7 @@ def set_ranges(net, inputs, limit:int=2**18):
         for l, mode in modes.items(): l.mode = mode
     for name, l in layers.items():
         if seen[name]: l.input_quantizer.initialize(torch.cat(seen[name])[-limit:])
-        l.weight_quantizer.initialize(l.kernel().weight if isinstance(l, RepConv2d) else l.weight)
+        l.start_weights()
 
 # %% ../nbs/09_qat.ipynb #1775bcc0
 WANTED = 'an iterable of tensors or (input, target) pairs, such as a DataLoader'

@@ -229,7 +229,7 @@ def full_precision_network(model:str, block:str, statistics:str='', **kwargs)->n
 def quantized_network(net:nn.Module, strategy:str, bits:int, statistics:str='', exceptions='paper')->nn.Module:
     "What a strategy makes of a trained network; `ptq` is RepQ without training"
     kwargs = dict(statistics=statistics) if strategy in ('repq', 'ptq') and statistics else {}
-    return STRATEGIES[one_of('repq' if strategy == 'ptq' else strategy, STRATEGIES, 'strategy')](net, bits, bits, exceptions, **kwargs)
+    return STRATEGIES[one_of('repq' if strategy == 'ptq' else strategy, STRATEGIES, 'strategy')](net, bits, bits, exceptions, start='first', **kwargs)
 
 def described_network(
     run:dict,    # the specification, as the code has it

@@ -43,7 +43,7 @@ def simple_weights(
     "Merge and quantize, one operation after the other"
     again = signal.replay()
     k = branch.kernel(signal)
-    with forgotten(k.weight, lambda: branch.kernel(again).weight): return q(k.weight), k.bias
+    with forgotten(k.weight, lambda: branch.kernel(again).weight): return q.on_grid(k.weight), k.bias
 
 # %% ../nbs/04_weights.ipynb #f9996e0e
 def norms_in(branch:nn.Module)->dict: # norm -> None

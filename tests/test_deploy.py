@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not runtime_is_exact(), reason='this version of 
 
 def settled(net, x, weight_bits, act_bits, **kwargs):
     "A quantized network with random norms whose quantizers and statistics have seen data"
-    quantize(randomize_bn(net), weight_bits, act_bits, **kwargs)
+    quantize(randomize_bn(net), weight_bits, act_bits, **kwargs, start='first')
     for _ in range(2): net(x)
     return net.eval()
 
@@ -121,7 +121,7 @@ def test_relu_before_a_signed_quantizer(tmp_path):
     "The bytes are clipped at the zero point"
     x = torch.randn(4, 3, 12, 12)
     net = nn.Sequential(make_block('plain', 3, 4), nn.ReLU(), make_block('plain', 4, 4))
-    quantize(randomize_bn(net), 8, 8)
+    quantize(randomize_bn(net), 8, 8, start='first')
     for l in quantizable_layers(net).values(): l.input_quantizer.given = True; l.input_quantizer.set_state(False, True)
     for _ in range(3): net(x)
     net.eval()
@@ -176,7 +176,7 @@ def test_foreign_network(tmp_path):
     models = pytest.importorskip('torchvision').models
     net, x = models.mobilenet_v2(num_classes=6, width_mult=.25), torch.randn(4, 3, 48, 48)
     for _ in range(5): randomize_bn(net).train()(x)
-    quantize(net.eval(), 8, 8)
+    quantize(net.eval(), 8, 8, start='first')
     recalibrate(net, [x], 'ranges')
     assert_parity(net.eval(), export_onnx(net, tmp_path/'net.onnx', x[:1]), x)
 
@@ -520,7 +520,7 @@ def test_a_failed_export_keeps_the_old_file(exported):
 
 def test_bad_parity_input(exported, tmp_path):
     net, path, x = exported
-    other = quantize(nn.Sequential(OrderedDict(stem=make_block('plain', 3, 8))), 8, 8)
+    other = quantize(nn.Sequential(OrderedDict(stem=make_block('plain', 3, 8))), 8, 8, start='first')
     other(x)
     plain_file = tmp_path/'theirs.onnx'
     model = onnx.load(path)

@@ -191,7 +191,7 @@ def test_a_network_trains_the_same():
     x, y = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
     def losses(mode):
         torch.manual_seed(0)
-        net = repq.quantize(repq.models.resnet18(block='acnet', width=.125, n_classes=4).double(), 4, 4, statistics='estimate')
+        net = repq.quantize(repq.models.resnet18(block='acnet', width=.125, n_classes=4).double(), 4, 4, statistics='estimate', start='first')
         opt, found = torch.optim.SGD(net.parameters(), 1e-3, momentum=.9), []
         with use_compiled(mode):
             for _ in range(4):

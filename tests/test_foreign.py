@@ -132,7 +132,7 @@ def assert_layers_agree(net, plain, x):
 @pytest.mark.parametrize('name', [n for n, lr in FAMILIES.items() if lr])
 def test_two_qat_steps(timm, name):
     torch.manual_seed(0)
-    net, losses = repq.quantize(repq.convert(timm.create_model(name, num_classes=10, drop_rate=0.)).train(), 8, 8), []
+    net, losses = repq.quantize(repq.convert(timm.create_model(name, num_classes=10, drop_rate=0.)).train(), 8, 8, start='first'), []
     opt, x, target = torch.optim.SGD(net.parameters(), FAMILIES[name]), torch.randn(8, 3, 64, 64), torch.arange(8)
     for _ in range(6):
         loss = F.cross_entropy(net(x), target)
@@ -201,7 +201,7 @@ def test_a_rewritten_network_lives_on(tmp_path):
     torch.save(net, tmp_path/'net.pt')
     assert torch.equal(torch.load(tmp_path/'net.pt', weights_only=False)(x), net(x))
     assert repq.models.cost(net, (4, 9, 9)).macs == 81*4*4*9 + 12
-    q = repq.quantize(twin.train(), 8, 8); q(x)
+    q = repq.quantize(twin.train(), 8, 8, start='first'); q(x)
     assert repq.merge(q)(x).shape == (2, 3)
 
 
@@ -894,7 +894,7 @@ def test_timm_network_to_integers(tmp_path):
     timm = pytest.importorskip('timm')
     torch.manual_seed(0)
     net, x = repq.convert(timm.create_model('repvit_m0_9', num_classes=10).eval()), torch.randn(2, 3, 64, 64)
-    repq.quantize(net, 8, 8)
+    repq.quantize(net, 8, 8, start='first')
     net.train()(x)
     repq.export_onnx(net.eval(), tmp_path/'net.onnx', x)
     report = repq.check_parity(net, tmp_path/'net.onnx', [x])

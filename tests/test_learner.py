@@ -617,7 +617,7 @@ def test_models_rules_are_used(tmp_path):
 @pytest.mark.parametrize('statistics', STATISTICS)
 def test_mixed_precision(parent, statistics):
     "The body in bfloat16, without oneDNN, whose bfloat16 instructions some virtual machines lack; the head in float32 for the same reason"
-    net = repq.quantize(copy.deepcopy(parent), 4, 4, statistics=statistics)
+    net = repq.quantize(copy.deepcopy(parent), 4, 4, statistics=statistics, start='first')
     opt, losses = torch.optim.SGD(net.parameters(), 0.001, momentum=.9), []
     for x, y in digits_dls().train:
         with torch.backends.mkldnn.flags(enabled=False):
@@ -647,7 +647,7 @@ def test_validates_what_was_loaded(tmp_path):
 def test_finished_training_is_resumed_quantized(tmp_path):
     from repq.training import Workspace, fit
     def run():
-        net = repq.quantize(network(), 4, 4)
+        net = repq.quantize(network(), 4, 4, start='first')
         with Workspace(tmp_path/'run') as work: fit(net, digits_dls(), nn.functional.cross_entropy, accuracy, work, 2, 0.01, bits=4, step_lr=1e-3, schedule_bits={0: 32, 1: 4})
         return net.eval()
     x, first, again = digits_dls().valid.one_batch()[0], run(), run()

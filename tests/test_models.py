@@ -287,7 +287,7 @@ def test_rules_hold_inside_another_network():
     "Bits, signs and exact norms of a RepNet behind another module are its own"
     import repq
     def described(net, prefix=''):
-        repq.quantize(net, 4, 4, statistics='estimate')
+        repq.quantize(net, 4, 4, statistics='estimate', start='first')
         layers = repq.qat.quantizable_layers(net)
         assert all(n.startswith(prefix) for n in layers)
         return {n.removeprefix(prefix): (l.weight_quantizer.bits, l.input_quantizer.bits, l.input_quantizer.signed, getattr(l, 'statistics', None)) for n, l in layers.items()}

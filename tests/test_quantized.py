@@ -37,7 +37,7 @@ def test_learns_and_deploys(block, statistics):
     "A few 4-bit steps reduce the loss; evaluation equals the merged network, bit for bit where no norm follows"
     x, y = torch.randn(32, 3, 12, 12), torch.arange(32) % 4
     x += y.view(-1, 1, 1, 1)*torch.linspace(-1, 1, 3).view(3, 1, 1)     # a class is a tint
-    net = repq.quantize(network(block), 4, 4, statistics=statistics)
+    net = repq.quantize(network(block), 4, 4, statistics=statistics, start='first')
     losses = []
     for step in range(25):
         loss = F.cross_entropy(net(x), y)
@@ -62,7 +62,7 @@ def test_learns_and_deploys(block, statistics):
 def test_forward_on_fake_cuda(block, statistics):
     "With initialised quantizers, no tensor is left on the CPU"
     with FakeTensorMode(allow_non_fake_inputs=False):
-        with torch.device('cuda'): net = repq.quantize(network(block), 4, 4)
+        with torch.device('cuda'): net = repq.quantize(network(block), 4, 4, start='first')
         for layer in (net[0], net[2]): layer.statistics = statistics
         for q in quantizers(net): q.set_step(torch.ones_like(q.step), signed=True)
         y = net(torch.randn(4, 3, 8, 8, device='cuda'))
@@ -72,9 +72,9 @@ def test_forward_on_fake_cuda(block, statistics):
 def test_state_dict_round_trip():
     "A reloaded model does not initialise again, and answers the same"
     x = torch.randn(8, 3, 12, 12)
-    net = repq.quantize(network('repvgg'), 4, 4, statistics='calibrated')
+    net = repq.quantize(network('repvgg'), 4, 4, statistics='calibrated', start='first')
     for _ in range(5): net(x)
-    fresh = repq.quantize(network('repvgg'), 4, 4, statistics='calibrated')
+    fresh = repq.quantize(network('repvgg'), 4, 4, statistics='calibrated', start='first')
     fresh.load_state_dict(net.state_dict())
     steps = [q.step.clone() for q in quantizers(net)]
     for a, b in ((net, fresh), (net.eval(), fresh.eval())): assert torch.equal(a(x), b(x))
@@ -86,7 +86,7 @@ def test_memory_of_the_estimate():
     from torch.profiler import ProfilerActivity, profile
     x = torch.randn(16, 3, 128, 128)
     def kept(block, statistics):
-        net = repq.quantize(repq.models.resnet18(10, block=block), 4, 4, statistics=statistics)
+        net = repq.quantize(repq.models.resnet18(10, block=block), 4, 4, statistics=statistics, start='first')
         net(x)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p: y = net(x)
         assert y.requires_grad
@@ -96,7 +96,7 @@ def test_memory_of_the_estimate():
 
 
 def test_paper_exceptions_and_exact_norms():
-    net = repq.quantize(repq.models.resnet18(10, block='acnet', width=0.125), 4, 4, statistics='estimate')
+    net = repq.quantize(repq.models.resnet18(10, block='acnet', width=0.125), 4, 4, statistics='estimate', start='first')
     layers = quantizable_layers(net)
     assert (layers['stem'].weight_quantizer.bits, layers['stem'].input_quantizer.bits) == (8, 8)
     assert {n for n, l in layers.items() if isinstance(l, RepConv2d) and l.statistics == 'batch'} == {'layer4.1.conv1', 'layer4.1.conv2'}
@@ -108,7 +108,7 @@ def test_post_training_quantization_of_a_foreign_network():
     net = torchvision.models.resnet18(num_classes=4).eval()
     x = torch.randn(4, 3, 64, 64)
     expected = net(x)
-    quantized = repq.quantize(copy.deepcopy(net), 8, 8)
+    quantized = repq.quantize(copy.deepcopy(net), 8, 8, start='first')
     assert isinstance(quantized.conv1.after, nn.BatchNorm2d) and isinstance(quantized.layer1[0].bn2, nn.Identity)
     repq.recalibrate(quantized, [x], 'ranges')
     assert_same(quantized.eval()(x), expected, 0.1)
@@ -147,7 +147,7 @@ def test_statistics_of_another_kind_warn():
 
 def test_batch_of_one():
     "One image is enough for exact statistics as long as a channel has more than one value"
-    net = repq.quantize(network('repvgg'), 4, 4, statistics='batch')
+    net = repq.quantize(network('repvgg'), 4, 4, statistics='batch', start='first')
     assert net(torch.randn(1, 3, 8, 8)).isfinite().all()
     with pytest.raises(ValueError, match='more than one value per channel'): net(torch.randn(1, 3, 1, 1))
     assert net.eval()(torch.randn(1, 3, 1, 1)).isfinite().all()
@@ -158,7 +158,7 @@ def test_constant_input_channel():
     x = torch.randn(8, 3, 8, 8)
     x[:, 1] = 0.5
     for statistics in STATISTICS:
-        net = repq.quantize(network('repvgg'), 4, 4, statistics=statistics)
+        net = repq.quantize(network('repvgg'), 4, 4, statistics=statistics, start='first')
         y = net(x)
         y.square().sum().backward()
         assert y.isfinite().all() and all(p.grad.isfinite().all() for p in net.parameters())
@@ -178,7 +178,7 @@ def test_ranges_from_a_copy():
     "What happens to a layer's input after the layer does not reach the ranges"
     x = torch.randn(4, 3, 8, 8)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3))
-    nets = [repq.quantize(net, 8, 8) for net in (copy.deepcopy(plain), Overwrites(plain[0]))]
+    nets = [repq.quantize(net, 8, 8, start='first') for net in (copy.deepcopy(plain), Overwrites(plain[0]))]
     steps = [quantizers(repq.recalibrate(net, [x], 'ranges'))[1].step for net in nets]
     assert torch.equal(*steps)
 
@@ -196,7 +196,7 @@ class Heads(nn.Module):
 
 def test_layers_under_several_names():
     "A shared layer is quantized and merged wherever it is"
-    x, net = torch.randn(8, 3, 8, 8), repq.quantize(Heads(), 4, 4)
+    x, net = torch.randn(8, 3, 8, 8), repq.quantize(Heads(), 4, 4, start='first')
     assert net.again is net.conv and isinstance(net.conv.after, nn.BatchNorm2d) and isinstance(net.norm, nn.Identity) and net.norm2 is net.norm
     assert len({*net.heads}) == 1 and isinstance(net.heads[2], QuantLinear)
     net(x)
@@ -215,7 +215,7 @@ def test_shared_modules_where_nothing_can_be_traced():
     net = Untraceable(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act))
     x = torch.randn(4, 3, 8, 8)
     expected = randomize_bn(net).eval()(x)
-    with pytest.warns(UserWarning, match='cannot trace'): repq.quantize(net, 8, 8)
+    with pytest.warns(UserWarning, match='cannot trace'): repq.quantize(net, 8, 8, start='first')
     assert isinstance(net[0][0].after, nn.BatchNorm2d) and net[0][3].after is None and net[0][6] is net[0][3]
     for layer in quantizable_layers(net).values(): layer.mode = 'merged'
     assert_same(net(x), expected, 1e-5)
@@ -251,7 +251,7 @@ def test_refused_bits_leave_a_network_untouched(bits, wrong):
     with pytest.raises(ValueError, match=f'0: {wrong}'): repq.quantize(net, *bits)
     with pytest.raises(ValueError, match=f'3: {wrong}'): repq.quantize(net, 8, 8, exceptions={'3': bits})
     assert type(net[0]) is nn.Conv2d and type(net[1]) is nn.BatchNorm2d
-    repq.quantize(net, 8, 8)(x)
+    repq.quantize(net, 8, 8, start='first')(x)
     with pytest.raises(ValueError, match=f'3: {wrong}'): set_bits(net, 4, 4, {'3': bits})
     assert all(q.bits == 8 and q.ready for q in quantizers(net)) and net[0].mode == net[3].mode == 'quantized'
     set_bits(net, 4, 4, {'3': None})
@@ -260,7 +260,7 @@ def test_refused_bits_leave_a_network_untouched(bits, wrong):
 
 def test_recalibrate_keeps_modes():
     "A layer that was set to full precision stays there"
-    x, net = torch.randn(4, 3, 8, 8), repq.quantize(network('repvgg'), 8, 8)
+    x, net = torch.randn(4, 3, 8, 8), repq.quantize(network('repvgg'), 8, 8, start='first')
     set_bits(net, 8, 8, {'2': None})
     repq.recalibrate(net, [x], 'ranges')
     assert [l.mode for l in quantizable_layers(net).values()] == ['quantized', 'merged', 'quantized'] and all(q.ready for q in quantizers(net))
@@ -268,7 +268,7 @@ def test_recalibrate_keeps_modes():
 
 @pytest.mark.parametrize('what', ['statistics', 'ranges'])
 def test_recalibrate_without_data_changes_nothing(what):
-    net = repq.quantize(network('repvgg'), 8, 8)
+    net = repq.quantize(network('repvgg'), 8, 8, start='first')
     net(torch.randn(4, 3, 8, 8))
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(ValueError, match='no batch'): repq.recalibrate(net, [], what)
@@ -278,7 +278,7 @@ def test_recalibrate_without_data_changes_nothing(what):
 @pytest.mark.parametrize('what', ['statistics', 'ranges'])
 def test_recalibrate_of_a_network_that_fails(what):
     "Momenta, hooks, modes and training flags are put back"
-    net = repq.quantize(network('repvgg'), 8, 8)
+    net = repq.quantize(network('repvgg'), 8, 8, start='first')
     set_bits(net, 8, 8, {'2': None})
     net[0].eval()
     flags, modes = [m.training for m in net.modules()], [l.mode for l in quantizable_layers(net).values()]
@@ -291,7 +291,7 @@ def test_state_dict_of_a_merged_network():
     "It brings its ranges along, bits and sign; files from before ranges were saved load as well"
     x, nets = torch.randn(4, 3, 8, 8), []
     for bits, batch in ((4, x), (8, x.abs())):
-        nets.append(repq.quantize(network('repvgg'), bits, bits))
+        nets.append(repq.quantize(network('repvgg'), bits, bits, start='first'))
         nets[-1](batch)
         nets[-1].eval()
     (four, eight), saved = map(repq.merge, nets), repq.merge(nets[0]).state_dict()
@@ -299,7 +299,7 @@ def test_state_dict_of_a_merged_network():
     assert torch.equal(eight(x), four(x)) and eight[0].quantize.qmin == -8
     old = {n: t for n, t in saved.items() if not n.endswith('.limits')}
     for bits in (4, 8):
-        net = repq.quantize(network('repvgg'), bits, bits)
+        net = repq.quantize(network('repvgg'), bits, bits, start='first')
         net(x)
         net = repq.merge(net)
         net.load_state_dict(old)
@@ -311,7 +311,7 @@ def test_frozen_norms_stay_frozen():
     "Wrapping and merging keep the training flag of each norm"
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
     net[1].eval()
-    repq.quantize(net, 4, 4)
+    repq.quantize(net, 4, 4, start='first')
     assert not net[0].after.training and net[0].training and net[0].branch.training and net[3].after.training
     net = network('orepa')
     net[0].after.eval()
@@ -323,7 +323,7 @@ def test_frozen_norms_stay_frozen():
 def test_norms_that_cannot_be_folded(kind):
     "They stay modules of their own, and the network can be merged"
     x, norm = torch.randn(4, 3, 8, 8), nn.BatchNorm2d(4, **{kind: False})
-    net = repq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU()), 8, 8)
+    net = repq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU()), 8, 8, start='first')
     net(x)
     assert net[0].after is None and net[1] is norm
     assert torch.equal(repq.merge(net.eval())(x), net(x))

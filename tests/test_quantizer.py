@@ -153,7 +153,7 @@ class TestBadInput:
         q, w = LSQ(4, channels=3), torch.randn(3, 8)
         w[1] = 0
         assert q(w)[1].abs().max() == 0
-        assert_same(q.step[1], q.step[[0, 2]].mean(), 1e-6)
+        assert_same(q.step[1], q.step[[0, 2]].median(), 1e-6)
 
     def test_negative_numbers_into_unsigned(self):
         q = LSQ(4, signed=False)
@@ -198,8 +198,9 @@ def test_finite_in_finite_out(first, then, bits, family, per_channel):
 def test_state_dict(tmp_path):
     w = torch.randn(3, 2, 3, 3)
     for family in families:
-        q = make_quantizer(family, bits=4, channels=3).eval()
-        y = q(w)
+        q = make_quantizer(family, bits=4, channels=3)
+        q.initialize(w)
+        y = q.eval()(w)
         save_file(q.state_dict(), tmp_path/'q.safetensors')
         fresh = make_quantizer(family, bits=4, channels=3).eval()
         fresh.load_state_dict(load_file(tmp_path/'q.safetensors'))
