@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from .kernel import Kernel, convolve, show_size
 from .norm import STATISTICS, Signal
 from .branch import Branch, Fixed, Picture, as_pair, box, chain, check_branch, draw, line, refuse, track, without_variance
-from .quantizer import COLD, PARTLY, START_BATCHES, make_quantizer
+from .quantizer import COLD, PARTLY, START_BATCHES, make_quantizer, recomputing
 from .weights import choices, make_weights, norms_in, quantize_input
 
 # %% ../nbs/05_layer.ipynb #a29caaea
@@ -173,7 +173,7 @@ def run_branches(self:RepConv2d, x): return self.branch(self.signal(x))
 def run_merged(self:RepConv2d, x):
     signal = self.signal(as_dtype_of(self.branch, x), track=True)
     with full_precision(x): k = self.branch.kernel(signal)
-    track(signal)
+    if not recomputing(): track(signal)
     return convolve(x, k, self.stride, self.padding)
 
 @patch
@@ -183,7 +183,7 @@ def run_quantized(self:RepConv2d, x):
     q, measured = quantize_input(self.input_quantizer, x, choices(norms, self.statistics), self.training)
     signal = self.signal(as_dtype_of(self.branch, x), True, norms, measured)
     with full_precision(x): weight, bias = make_weights(self.branch, self.weight_quantizer, signal)
-    track(signal)
+    if not recomputing(): track(signal)
     return convolve(q, Kernel(weight, bias, self.groups), self.stride, self.padding)
 
 @patch

@@ -9,8 +9,9 @@ __all__ = ['piece_size', 'keep_inside', 'compile_after', 'COLD', 'READY', 'PARTL
            'flatten', 'unflatten', 'last_channels', 'QuantizeLSQ', 'flat_step', 'by_channel', 'over_channels',
            'measured_forward', 'measured_backward', 'eager_measured_forward', 'eager_measured_backward', 'MeasureLSQ',
            'gradient_factor', 'sampled', 'squared_error', 'min_error_step', 'Known', 'QuantizerState', 'version',
-           'Grid', 'largest_step', 'several_processes', 'in_all_processes', 'decide_sign', 'share_steps', 'recomputing',
-           'Quantizer', 'step_factor', 'LSQ', 'ScaleGradient', 'NoiseQuantizer', 'make_quantizer']
+           'Grid', 'largest_step', 'several_processes', 'in_all_processes', 'decide_sign', 'share_steps',
+           'being_compiled', 'recomputing', 'Quantizer', 'step_factor', 'LSQ', 'ScaleGradient', 'NoiseQuantizer',
+           'make_quantizer']
 
 # %% ../nbs/04_quantizer.ipynb #12ed5674
 import math, warnings
@@ -450,9 +451,15 @@ def share_steps(
     if several_processes(): dist.broadcast(steps, 0)
     return steps
 
+def being_compiled()->bool:
+    "Whether torch.compile is at work: tracing, or running what it could not trace"
+    if torch.compiler.is_compiling(): return True
+    callback = getattr(torch._C._dynamo.eval_frame, 'get_eval_frame_callback', None)
+    return callback is not None and callback() is not None
+
 def recomputing()->bool:
     "Whether a backward pass is under way: an activation checkpoint runs its forward pass again"
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 # %% ../nbs/04_quantizer.ipynb #703fd3e7
 STARTS, START_BATCHES = ('first', 'batches'), 8
@@ -509,14 +516,15 @@ def tell(self:Quantizer, what:str, text:str, told:set=None):
 @patch
 def can_start(self:Quantizer)->bool:
     "Whether this call may set the step: in training, and not when a forward pass is computed again"
-    if not self.enabled or recomputing(): return False
+    if not self.enabled: return False
     if not self.training:
         self.tell('cold', 'a quantizer without a step computes in full precision: train, or call repq.recalibrate(net, '
                   "batches, 'ranges')", self.told_network)
         return False
-    if torch.compiler.is_compiling():
+    if being_compiled():
         raise RuntimeError('torch.compile met a quantizer without a step: initialise the network first, with '
                            "repq.recalibrate(net, batches, 'ranges') or some training batches, and compile it then")
+    if recomputing(): return False
     if getattr(self, '_is_replica', False):
         raise RuntimeError('a quantizer was to start in a replica of nn.DataParallel, which forgets its step after each batch: use '
                            'DistributedDataParallel, with fastai learn.distrib_ctx(), or initialise before wrapping the network')
