@@ -28,7 +28,7 @@ from .kernel import fold_bn
 from .norm import STATISTICS
 from .branch import Conv
 from .layer import QuantLinear, Quantizable, RepConv2d, foldable, needs_symmetry, one_of
-from .quantizer import PARTLY, START_BATCHES, STARTS, QuantizerState, int_range
+from .quantizer import COLD, PARTLY, START_BATCHES, STARTS, QuantizerState, int_range
 from .models import RepNet, conversions, layer_bits, layers_of, rep_nets
 
 # %% ../nbs/09_qat.ipynb #786ae278
@@ -440,8 +440,8 @@ def check_numbers(name:str, layer:Quantizable):
 
 # %% ../nbs/09_qat.ipynb #9498a9a2
 def is_initialised(layer:Quantizable)->bool:
-    "Whether both quantizers of a layer have their steps"
-    return layer.weight_quantizer.ready and layer.input_quantizer.ready
+    "Whether data has reached both quantizers of a layer"
+    return layer.weight_quantizer.known.phase != COLD and layer.input_quantizer.ready
 
 @torch.no_grad()
 def merge_layer(name:str, layer:Quantizable)->nn.Module:
