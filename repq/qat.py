@@ -323,9 +323,9 @@ def quantize(
     bits = checked_bits(net, weight_bits, act_bits, exceptions)
     left = wrap_layers(net)
     if in_float := left | products(net, left): warnings.warn(say_left(in_float))
-    if exceptions == 'paper': say_no_rule(net, weight_bits, act_bits)
     layers = {n: l for n, l in quantizable_layers(net).items() if not is_inside(n, left)}
     if not layers: raise ValueError(f'{type(net).__name__} has no convolution or linear layer to quantize')
+    if exceptions == 'paper': say_no_rule(net, weight_bits, act_bits)
     if statistics: set_statistics(net, statistics)
     signed = {prefix + n: s for prefix, m in rep_nets(net).items() for n, s in m.signed_inputs().items()}
     for name, layer in layers.items():
