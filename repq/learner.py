@@ -27,10 +27,10 @@ from fastai.callback.tracker import TrackerCallback
 from fastai.optimizer import OptimWrapper
 from fastai.torch_core import get_model, rank_distrib
 from .norm import STATISTICS, Calibration
-from .quantizer import Quantizer, QuantizerState, families, make_quantizer, several_processes
+from .quantizer import STARTS, Quantizer, QuantizerState, families, make_quantizer, several_processes
 from .layer import Quantizable, RepConv2d, one_of
 from .models import layer_bits, set_mode
-from .qat import quantizable_layers, quantize, set_bits, set_statistics
+from .qat import name_quantizers, quantizable_layers, quantize, set_bits, set_statistics
 
 # %% ../nbs/12_learner.ipynb #26aa62aa
 def steps_in(layer:Quantizable)->list:
@@ -247,13 +247,15 @@ class QAT(Callback):
         start_epoch:int=0,       # full precision before this epoch
         schedule:dict=None,      # instead of start_epoch: {epoch: bits, or (weight_bits, act_bits)} before the final
         step_lr:float=0.1,       # learning rate of steps, relative to that of the weights in their parameter group
-        freeze_bn_epoch:int=None # from this epoch on batch norms use their running statistics; None: never
+        freeze_bn_epoch:int=None,# from this epoch on batch norms use their running statistics; None: never
+        start:str=None           # steps from several 'batches' or the 'first'; None: unchanged, 'batches' if there are none
     ):
         final = checked_stage((weight_bits, act_bits), 'weight_bits and act_bits')
         self.plan = checked_plan(final, start_epoch, schedule)
         self.statistics = statistics if statistics is None else one_of(statistics, STATISTICS, 'statistics')
         self.exceptions, self.family = checked_exceptions(exceptions), checked_family(family)
         self.step_lr = checked_ratio(step_lr)
+        self.start = start if start is None else one_of(start, STARTS, 'start')
         if freeze_bn_epoch is not None: checked_epoch(freeze_bn_epoch, 'freeze_bn_epoch')
         self.freeze_bn_epoch, self._learn, self.stage = freeze_bn_epoch, None, 0
 
@@ -276,19 +278,23 @@ def change_family(net:nn.Module, family):
     for layer in quantizable_layers(net).values():
         for name in ('weight_quantizer', 'input_quantizer') if steps_in(layer) else ():
             old = getattr(layer, name)
-            new = make_quantizer(family, bits=old.bits, signed=old.given, channels=old.channels, symmetric=old.symmetric)
+            new = make_quantizer(family, bits=old.bits, signed=old.given, channels=old.channels,
+                                 symmetric=old.symmetric, start=old.start)
             if type(new) is type(old): continue
             new.to(old.step).load_state_dict(old.state_dict())
             setattr(layer, name, new.train(old.training))
+    name_quantizers(net)
 
 @patch
 def prepare(self:QAT):
     "Quantize the model, or bring one that is quantized to the statistics and family that were asked for"
     bits = list(self.plan.values())[-1]
     if not steps_of(self.net):
-        return quantize(self.net, *bits, self.statistics, self.exceptions, self.family or 'lsq')
+        return quantize(self.net, *bits, self.statistics, self.exceptions, self.family or 'lsq',
+                        self.start or 'batches')
     if self.statistics: set_statistics(self.net, self.statistics)
     if self.family: change_family(self.net, self.family)
+    for q in [m for m in self.net.modules() if isinstance(m, Quantizer)] if self.start else []: q.start = self.start
     wanted = layer_bits(self.net, *bits, self.exceptions)
     left = [n for n, l in quantizable_layers(self.net).items() if not steps_in(l) and wanted[n] != (32, 32)]
     if left: warnings.warn(f'{", ".join(left)}: in full precision, because the network was quantized that way '

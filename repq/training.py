@@ -452,7 +452,7 @@ def fit(
     keeper = Keeper(work, **kwargs)
     cbs = [repq_data.FollowEpoch(), keeper, ParamScheduler(schedule(schedule_name, lr, warmup/max(1, epochs)))]
     if bits < 32:
-        cbs.append(qat := QAT(bits, bits, step_lr=0.1 if step_lr is None else step_lr/lr, schedule=schedule_bits))
+        cbs.append(qat := QAT(bits, bits, step_lr=0.1 if step_lr is None else step_lr/lr, schedule=schedule_bits, start='first'))
         if max(qat.plan) >= epochs: raise ValueError(f'{bits} bits begin with epoch {max(qat.plan) + 1} of {epochs}, so they would never be trained: train for more epochs, or shorten the stages before, {schedule_bits}')
     learn = Learner(dls, net, loss, opt_func=opt, lr=lr, wd=weight_decay, metrics=metrics, cbs=cbs, wd_bn_bias=decay == 'all')
     done = keeper.resume(learn)

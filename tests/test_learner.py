@@ -140,7 +140,7 @@ def test_frozen_before_qat_stays_frozen(parent, tmp_path):
 def first_update(parent, tmp_path, ratio, opt):
     "How far one batch moves each step"
     torch.manual_seed(0)
-    learn = learner(tmp_path, QAT(4, 4, step_lr=ratio), copy.deepcopy(parent), opt_func=opt)
+    learn = learner(tmp_path, QAT(4, 4, step_lr=ratio, start='first'), copy.deepcopy(parent), opt_func=opt)
     class FirstStep(Callback):
         def before_step(self): self.before = [s.detach().clone() for s in steps_of(self.model)]
         def after_step(self):
@@ -285,16 +285,17 @@ def test_a_second_qat_takes_over(parent, tmp_path, how):
 
 
 def test_a_quantized_network_gets_what_was_asked_for(parent, tmp_path):
-    net = repq.quantize(copy.deepcopy(parent), 8, 8, statistics='batch')
+    net = repq.quantize(copy.deepcopy(parent), 8, 8, statistics='batch', start='first')
     x = digits_dls().train.one_batch()[0]
     net(x)
     steps, learn = [s.clone() for s in steps_of(net)], learner(tmp_path, QAT(8, 8), net)
     assert all(torch.equal(a, b) for a, b in zip(steps, steps_of(net))) and net[2].statistics == 'batch'   # nothing was asked
-    learn.add_cb(QAT(8, 8, statistics='estimate', family='noise'))
+    learn.add_cb(QAT(8, 8, statistics='estimate', family='noise', start='batches'))
     assert all(torch.equal(a, b) for a, b in zip(steps, steps_of(net)))
     assert {l.statistics for l in net.modules() if isinstance(l, repq.RepConv2d)} == {'estimate'}
     layers = quantizable_layers(net).values()
     assert {type(q) for l in layers for q in (l.weight_quantizer, l.input_quantizer)} == {repq.NoiseQuantizer}
+    assert {q.start for l in layers for q in (l.weight_quantizer, l.input_quantizer)} == {'batches'}
     learn.fit(1, 1e-3)
     assert {id(s) for s in steps_of(net)} <= {id(p) for g in learn.opt.param_lists for p in g}
     assert not any(torch.equal(a, b) for a, b in zip(steps, steps_of(net)))   # the new ones are trained
@@ -341,7 +342,7 @@ def test_full_precision_is_a_stage_too(parent, tmp_path):
     (dict(schedule=[8, 4]), 'a dict from epoch to bits.*got \\[8, 4\\]'), (dict(schedule={2: 8}), 'epoch 0 on'),
     (dict(schedule={0: '8'}), "bits of epoch 0.*got '8'"), (dict(schedule={'0': 8}), "number of an epoch.*got '0'"),
     (dict(schedule={0: 8}, start_epoch=1), 'give one of them'), (dict(step_lr=-1), 'relative to that of the weights'),
-    (dict(step_lr='0.1'), "got '0.1'"), (dict(step_lr=float('nan')), 'got nan'), (dict(freeze_bn_epoch='last'), "got 'last'")])
+    (dict(start='second'), "'batches'.*got 'second'"), (dict(step_lr='0.1'), "got '0.1'"), (dict(step_lr=float('nan')), 'got nan'), (dict(freeze_bn_epoch='last'), "got 'last'")])
 def test_wrong_arguments(wrong, said):
     "At construction, with what was given and what is possible"
     with pytest.raises(ValueError, match=said): QAT(**wrong)
@@ -671,3 +672,27 @@ def test_doctor_in_half_precision(parent, tmp_path, statistics):
     learner(tmp_path, [QAT(4, 4, statistics=statistics), doctor, HalfInputs()], copy.deepcopy(parent)).fit(1, 0.002)
     t = doctor.table()
     assert len(t) == 4 and t.variance_error[:3].notna().all() and t.inputs_clipped.between(0, 0.5).all() and not doctor.inputs
+
+@pytest.mark.parametrize('look', ['validate', 'summary', 'get_preds', 'show_training_loop'])
+def test_looking_before_training_leaves_quantizers_cold(parent, tmp_path, look):
+    "Evaluation never initialises; the training after it is the one that would have been without"
+    def run(before):
+        torch.manual_seed(0)
+        learn = learner(tmp_path, QAT(4, 4, statistics='batch'), copy.deepcopy(parent))
+        if before: getattr(learn, look)()
+        assert not any(l.weight_quantizer.ready for l in quantizable_layers(learn.model).values())
+        torch.manual_seed(0)
+        learn.fit(1, 1e-3, cbs=FollowEpoch())
+        return learn.model.state_dict()
+    for (name, a), b in zip(run(False).items(), run(True).values()): assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize('start, ready', [('first', [False, True]), (None, [False, False]), ('batches', [False, False])])
+def test_how_steps_start(parent, tmp_path, start, ready):
+    "With the first batch, or with several, which is the default"
+    seen = []
+    class Watch(Callback):
+        def before_batch(self):
+            if self.training: seen.append(self.model[2].weight_quantizer.ready)
+    learner(tmp_path, [QAT(4, 4, start=start), Watch()], copy.deepcopy(parent)).fit(1, 1e-3)
+    assert seen[:2] == ready and seen[-1]
