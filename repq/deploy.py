@@ -21,8 +21,9 @@ from torch import fx, nn, Tensor
 import torch.nn.functional as F
 from .files import write_whole
 from .qat import FrozenQuantizer, merge, quantizable_layers
-from .operators import (IR_VERSION, OPSET, Writer, as_inputs, attributes_of, flatten_outputs, operation, optional, pads, passed, positional,
-                           remember, trace_examples, without_in_place, write_call)
+from .operators import (IR_VERSION, OPSET, Writer, as_inputs, attributes_of, flatten_outputs, operation,
+                            optional, pads, passed, positional, remember, trace_examples, without_in_place,
+                            write_call)
 
 # %% ../nbs/10_deploy.ipynb #93603ba7
 def integer_parameters(
@@ -231,7 +232,8 @@ def outputs_of(out):
     "What a network gives, for the first example"
     def of(n):
         if not isinstance(n, fx.Node): return n
-        return n.target(*map(of, n.args), **{k: of(v) for k, v in n.kwargs.items()}) if isinstance(n.target, type) else n.meta['values'][0]
+        if not isinstance(n.target, type): return n.meta['values'][0]
+        return n.target(*map(of, n.args), **{k: of(v) for k, v in n.kwargs.items()})
     return fx.node.map_aggregate(out, of)
 
 # %% ../nbs/10_deploy.ipynb #6be9721b
@@ -248,26 +250,31 @@ def check_example(example):
         return
     if not isinstance(example, Tensor) or not example.is_floating_point() or example.ndim < 2 or 0 in example.shape:
         got = f'{tuple(example.shape)} of {example.dtype}' if isinstance(example, Tensor) else type(example).__name__
-        raise ValueError(f'example must be a floating point batch such as torch.randn(1, 3, 64, 64), or a tuple of several inputs, got {got}')
+        raise ValueError('example must be a floating point batch such as torch.randn(1, 3, 64, 64), '
+                         f'or a tuple of several inputs, got {got}')
 
 # %% ../nbs/10_deploy.ipynb #270cfb4e
 def bad_step(step:Tensor)->str:
     "What is wrong with the steps of a quantizer, or an empty string"
     wrong = ~(step.isfinite() & (step > 0)).flatten()
-    return f'its step must be a positive finite number, got {step.flatten()[wrong][0].item():g}' if wrong.any() else ''
+    if not wrong.any(): return ''
+    return f'its step must be a positive finite number, got {step.flatten()[wrong][0].item():g}'
 
 def check_numbers(net:nn.Module):
     "Refuse weights and steps that mean nothing, naming the layer"
     for name, t in net.named_parameters():
-        if not t.isfinite().all(): raise ValueError(f'{name} holds numbers that are not finite: train again, or load other weights')
+        if not t.isfinite().all():
+            raise ValueError(f'{name} holds numbers that are not finite: train again, or load other weights')
     for name, t in net.named_buffers():
-        if t.is_floating_point() and t.isnan().any(): raise ValueError(f'{name} holds NaN: train again, or load other weights')
+        if t.is_floating_point() and t.isnan().any():
+            raise ValueError(f'{name} holds NaN: train again, or load other weights')
     for name, m in net.named_modules():
         step, floor, why = getattr(m, 'step', None), getattr(m, 'floor', None), ''
         if isinstance(step, Tensor) and getattr(m, 'ready', True): why = bad_step(step.detach())
         if isinstance(floor, Tensor) and not floor.isfinite().all(): why = 'the least value of its step is not finite'
         if isinstance(m, FrozenQuantizer) and not -128 <= m.qmin <= m.qmax <= 255 + min(0, m.qmin):
-            why = f'activations are exported as bytes, and {m.qmin} to {m.qmax} do not fit: quantize with 8 bits or fewer'
+            why = (f'activations are exported as bytes, and {m.qmin} to {m.qmax} do not fit: '
+                   'quantize with 8 bits or fewer')
         if isinstance(getattr(m, 'codes', None), Tensor):
             bits, codes = int(m.bits), m.codes.int()
             if m.codes.is_floating_point() or not 1 <= bits <= 8 or codes.abs().max() > 2**(bits - 1):
@@ -281,14 +288,16 @@ def make_graph(net:nn.Module, example, **options)->tuple: # writer, descriptions
     names = ['input'] if len(inputs) == 1 else positional(net, len(inputs))[0]
     for free in (True, False):
         w = Writer(net, **options)
-        try: return w, *write_graph(w, without_in_place(trace_examples(net, inputs, is_quantized, free)), names)
+        try:
+            graph = without_in_place(trace_examples(net, inputs, is_quantized, free))
+            return w, *write_graph(w, graph, names)
         except ValueError:
             if not free: raise
 
 def export_onnx(
     net:nn.Module,       # merged or not, quantized or not; in evaluation mode; not changed
     path,                # of the file to write
-    example,             # a batch such as the network takes, or a tuple of its inputs; batch and, where possible, size are free in the file
+    example,             # a batch, or a tuple of inputs; batch and, where possible, size are free in the file
     packed:bool=False,   # weights of at most 4 bits: two to a byte
     fine_bias:bool=False, # small weights are multiplied by a power of two, which makes the grid of the bias finer
     integer:bool=True    # False: nothing but QuantizeLinear and DequantizeLinear, for runtimes without ConvInteger

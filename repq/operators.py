@@ -7,9 +7,9 @@ __all__ = ['HANDLERS', 'WRITTEN_AS', 'SAME', 'SYNONYMS', 'KNOWN', 'OPSET', 'IR_V
            'RESIZE', 'optional', 'passed', 'function_of', 'cleaned', 'Unsupported', 'rewritten', 'rewrites',
            'channelwise', 'scaled', 'permuted', 'size_of', 'ExampleProxy', 'ExampleTracer', 'as_inputs',
            'second_example', 'place', 'positional', 'trace_examples', 'why_not_traced', 'in_place_message', 'layout',
-           'without_in_place', 'operation', 'Writer', 'handles', 'listed', 'pads', 'attributes_of', 'conv_attributes',
-           'gain_and_shift', 'pooling', 'adaptive', 'sliced', 'reduction', 'spread', 'split', 'slice_of', 'indices',
-           'write_call', 'supported', 'remember', 'flatten_outputs']
+           'without_in_place', 'operation', 'Writer', 'numpy_type', 'handles', 'listed', 'pads', 'attributes_of',
+           'conv_attributes', 'gain_and_shift', 'pooling', 'adaptive', 'sliced', 'reduction', 'spread', 'filled',
+           'split', 'slice_of', 'indices', 'write_call', 'supported', 'remember', 'flatten_outputs']
 
 # %% ../nbs/09_operators.ipynb #5e0a71c3
 import operator
@@ -34,27 +34,33 @@ def passed(x, *_, **__): return x
 
 HANDLERS = {}   # function -> handler(writer, *args, **kwargs), which gives the name of the result
 WRITTEN_AS = {} # function -> the same in terms of simpler functions, or NotImplemented where it can stay
-SAME = dict.fromkeys(('contiguous', 'clone', torch.clone, 'detach', torch.detach, 'alias'), passed) | {'copy_': Tensor.copy_}
-SYNONYMS = dict(iadd='add', isub='sub', imul='mul', itruediv='div', truediv='div', ipow='pow', floordiv='floor_divide', mod='remainder',
-    multiply='mul', subtract='sub', divide='div', negative='neg', absolute='abs', clip='clamp', view='reshape', concat='cat',
-    concatenate='cat', swapaxes='transpose', swapdims='transpose', moveaxis='movedim', bmm='matmul', mm='matmul', imatmul='matmul',
-    tensor_split='split', split_with_sizes='split', float='to', long='to', int='to', type_as='to', type='to', view_as='reshape_as')
+SAME = dict.fromkeys(('contiguous', 'clone', torch.clone, 'detach', torch.detach, 'alias'), passed)
+SAME['copy_'] = Tensor.copy_
+SYNONYMS = dict(
+    iadd='add', isub='sub', imul='mul', itruediv='div', truediv='div', ipow='pow', floordiv='floor_divide',
+    mod='remainder', multiply='mul', subtract='sub', divide='div', negative='neg', absolute='abs', clip='clamp',
+    view='reshape', view_as='reshape_as', concat='cat', concatenate='cat', swapaxes='transpose',
+    swapdims='transpose', moveaxis='movedim', bmm='matmul', mm='matmul', imatmul='matmul', tensor_split='split',
+    split_with_sizes='split', float='to', long='to', int='to', type_as='to', type='to')
 
 def function_of(target):
     "The function that a call is a spelling of"
     if target in SAME or target in HANDLERS or target in WRITTEN_AS: return SAME.get(target, target)
-    name = target if isinstance(target, str) else getattr(target, '__name__', '')
-    ours = isinstance(target, str) or (getattr(target, '__module__', None) or 'torch').split('.')[0] in ('torch', '_operator')
-    name = name.strip('_')
+    is_method = isinstance(target, str)
+    name = (target if is_method else getattr(target, '__name__', '')).strip('_')
+    package = (getattr(target, '__module__', None) or 'torch').split('.')[0]
+    ours = is_method or package in ('torch', '_operator')
     name = SYNONYMS.get(name, name)
     spellings = [getattr(space, name, None) for space in (F, torch, Tensor)] if ours else []
     return next((f for f in spellings if f is not None and (f in HANDLERS or f in WRITTEN_AS)), target)
 
 def cleaned(kwargs:dict)->dict:
     "Named arguments without those that change nothing, and in PyTorch's words where they are NumPy's"
-    without = {k: v for k, v in kwargs.items() if k not in ('inplace', '_stacklevel', 'memory_format')}
-    without = {k: v for k, v in without.items() if not (k in ('out', 'dtype') and v is None or k in ('return_indices', 'antialias') and v is False)}
-    return {dict(axis='dim', keepdims='keepdim', input='x').get(k, k): v for k, v in without.items()}
+    idle = dict(out=None, dtype=None, return_indices=False, antialias=False)
+    names = dict(axis='dim', keepdims='keepdim', input='x')
+    dropped = ('inplace', '_stacklevel', 'memory_format')
+    kept = {k: v for k, v in kwargs.items() if k not in dropped and not (k in idle and v is idle[k])}
+    return {names.get(k, k): v for k, v in kept.items()}
 
 # %% ../nbs/09_operators.ipynb #7c8d8331
 class Unsupported(ValueError):
@@ -63,7 +69,8 @@ class Unsupported(ValueError):
 def rewritten(target, args:tuple, kwargs:dict):
     "A call as simpler ones, or NotImplemented"
     f = function_of(target)
-    foreign = isinstance(f, FunctionType) and f.__module__.split('.')[0] not in ('torch', __name__.split('.')[0])
+    ours = ('torch', __name__.split('.')[0])
+    foreign = isinstance(f, FunctionType) and f.__module__.split('.')[0] not in ours
     if f not in WRITTEN_AS and f not in HANDLERS and foreign: return f(*args, **kwargs)
     if f not in WRITTEN_AS: return NotImplemented
     name = target if isinstance(target, str) else target.__name__
@@ -88,7 +95,8 @@ WRITTEN_AS |= {
     torch.addcmul: lambda x, a, b, value=1: x + value*a*b,
     torch.clamp_min: lambda x, min: torch.clamp(x, min=min),
     torch.clamp_max: lambda x, max: torch.clamp(x, max=max),
-    torch.div: lambda x, y, rounding_mode=None: torch.floor_divide(x, y) if rounding_mode == 'floor' else NotImplemented}
+    torch.div: lambda x, y, rounding_mode=None: (
+        torch.floor_divide(x, y) if rounding_mode == 'floor' else NotImplemented)}
 
 @rewrites(F.glu)
 def _(x, dim=-1):
@@ -97,7 +105,9 @@ def _(x, dim=-1):
 
 @rewrites(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 def _(x, p=.5, training=True):
-    if training and p: raise Unsupported('dropout with training=True draws at random, which a file cannot: pass training=self.training')
+    if training and p:
+        raise Unsupported('dropout with training=True draws at random, which a file cannot: '
+                          'pass training=self.training')
     return x
 
 # %% ../nbs/09_operators.ipynb #7c8d8335
@@ -122,7 +132,8 @@ def _(x, weight, bias, mean, var, training, momentum, eps, cudnn=False):
     return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
 
 @rewrites(F.instance_norm)
-def _(x, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=.1, eps=1e-5):
+def _(x, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=.1,
+      eps=1e-5):
     if use_input_stats: return NotImplemented
     return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
@@ -149,14 +160,15 @@ def _(x, p=2, dim=None, keepdim=False, ord=None):
 
 WRITTEN_AS |= {
     torch.std: lambda x, *args, **kwargs: torch.sqrt(torch.var(x, *args, **kwargs)),
-    torch.var_mean: lambda x, dim=None, unbiased=True, keepdim=False, correction=None: (
-        torch.var(x, dim, unbiased=unbiased if correction is None else bool(correction), keepdim=keepdim), x.mean(dim, keepdim=keepdim)),
-    F.normalize: lambda x, p=2., dim=1, eps=1e-12: x/torch.clamp(torch.norm(x, p, dim, keepdim=True), min=eps)}
+    torch.var_mean: lambda x, dim=None, keepdim=False, **kwargs: (
+        torch.var(x, dim, keepdim=keepdim, **kwargs), x.mean(dim, keepdim=keepdim)),
+    F.normalize: lambda x, p=2., dim=1, eps=1e-12: x/torch.norm(x, p, dim, keepdim=True).clamp(min=eps)}
 
 @rewrites(F.scaled_dot_product_attention)
 def _(q, k, v, attn_mask=None, dropout_p=0., is_causal=False, scale=None, enable_gqa=False):
     if is_causal or enable_gqa or dropout_p or getattr(attn_mask, 'dtype', None) == torch.bool:
-        raise Unsupported('attention is exported without dropout, is_causal, enable_gqa and boolean masks: pass a mask of floats to add')
+        raise Unsupported('attention is exported without dropout, is_causal, enable_gqa and boolean masks: '
+                          'pass a mask of floats to add')
     scores = q@k.transpose(-2, -1)*(q.shape[-1]**-.5 if scale is None else scale)
     return F.softmax(scores if attn_mask is None else scores + attn_mask, dim=-1)@v
 
@@ -193,7 +205,7 @@ WRITTEN_AS |= {
     Tensor.reshape_as: lambda x, other: x.reshape(other.shape),
     Tensor.new_tensor: lambda x, data: torch.tensor(data, dtype=x.dtype),
     Tensor.expand_as: lambda x, other: x.expand(other.shape),
-    F.upsample: lambda x, size=None, scale_factor=None, mode='nearest', align_corners=None: F.interpolate(x, size, scale_factor, mode, align_corners)}
+    F.upsample: lambda x, *args, **kwargs: F.interpolate(x, *args, **kwargs)}
 
 # %% ../nbs/09_operators.ipynb #3bdc360c
 def size_of(x:Tensor, dim:int)->int:
@@ -207,7 +219,7 @@ class ExampleProxy(fx.Proxy):
     def __getattr__(self, name):
         a, b = self.node.meta.get('values', (None, None))
         if not isinstance(a, Tensor): return super().__getattr__(name)
-        if name == 'shape': return tuple(self.one_size(i, m, n) for i, (m, n) in enumerate(zip(a.shape, b.shape)))
+        if name == 'shape': return tuple(map(self.one_size, range(a.ndim), a.shape, b.shape))
         if name in ('T', 'mT'): return self.transpose(-2, -1)
         if name == 'data': return self
         return getattr(a, name) if name in KNOWN else super().__getattr__(name)
@@ -216,9 +228,10 @@ class ExampleProxy(fx.Proxy):
     def dim(self): return self.ndim
     def size(self, dim=None): return self.shape if dim is None else self.shape[dim]
     def __len__(self):
-        n = self.shape[0] if isinstance(self.node.meta['values'][0], Tensor) else len(self.node.meta['values'][0])
-        if isinstance(n, fx.Proxy): raise fx.proxy.TraceError('the number of parts depends on a size that can change')
-        return n
+        value = self.node.meta['values'][0]
+        n = self.shape[0] if isinstance(value, Tensor) else len(value)
+        if not isinstance(n, fx.Proxy): return n
+        raise fx.proxy.TraceError('the number of parts depends on a size that can change')
     def __iter__(self): return (self[i] for i in range(len(self)))
 
 # %% ../nbs/09_operators.ipynb #8131aa10
@@ -254,7 +267,7 @@ class ExampleTracer(fx.Tracer):
     def create_node(self, kind, target, *rest, **more):
         node = super().create_node(kind, target, *rest, **more)
         node.meta['path'] = self.path[-1]
-        if kind == 'get_attr': node.meta['values'] = (operator.attrgetter(target)(self.root),)*2 # gets no proxy
+        if kind == 'get_attr': node.meta['values'] = (operator.attrgetter(target)(self.root),)*2
         return node
 
     def version(self, node):
@@ -268,8 +281,8 @@ def both_values(self:ExampleTracer, node:fx.Node)->tuple:
     "What a node gives for either example"
     if node.op != 'placeholder': return tuple(self.value(node, i) for i in (0, 1))
     self.inputs += 1
-    if self.inputs > len(self.examples[0]): return (next(iter(node.args), None),)*2 # an argument that keeps its default
-    return tuple(e[self.inputs - 1] for e in self.examples)
+    if self.inputs <= len(self.examples[0]): return tuple(e[self.inputs - 1] for e in self.examples)
+    return (next(iter(node.args), None),)*2                 # an argument that keeps its default
 
 @patch
 def value(self:ExampleTracer, node:fx.Node, i:int):
@@ -294,19 +307,20 @@ def second_example(net:nn.Module, inputs:tuple, free:bool=True)->tuple:
         return x.new_zeros(batch + 1 if len(x) == batch else len(x), *x.shape[1:2], *sizes)
     same, larger = (tuple(other(x, more) for x in inputs) for more in (0, 32))
     try: return (net(*larger), larger)[1] if free else same
-    except Exception: return same                           # whatever a network says to a size it does not take
+    except Exception: return same                           # a network may say anything to a size it does not take
 
 def place(net:nn.Module, path:str)->str:
     "Where in a network, in words"
-    return f'{path} ({type(net.get_submodule(path)).__name__})' if path else f'the network ({type(net).__name__})'
+    return f'{path or "the network"} ({type(net.get_submodule(path)).__name__})'
 
 def positional(net:nn.Module, n:int)->tuple: # names of the inputs, defaults of the other parameters
     "What `forward` takes"
-    takes = [p for p in signature(net.forward).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes = signature(net.forward).parameters.values()
+    takes = [p for p in takes if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = [p.name for p in takes[n:] if p.default is p.empty]
     if needed:
-        raise ValueError(f'{type(net).__name__} needs another input, {needed[0]!r}: give the example as a tuple of all inputs, '
-                         f'export_onnx(net, path, (x, {needed[0]}))')
+        raise ValueError(f'{type(net).__name__} needs another input, {needed[0]!r}: give the example as a tuple '
+                         f'of all inputs, export_onnx(net, path, (x, {needed[0]}))')
     return [p.name for p in takes[:n]], {p.name: p.default for p in takes[n:]}
 
 # %% ../nbs/09_operators.ipynb #5cb7ef80
@@ -328,16 +342,17 @@ def trace_examples(
     except Exception as e: raise ValueError(why_not_traced(net, inputs, tracer.path[-1], e)) from e
     seen = {n.target for node in graph.nodes for n in node.meta.get('changed', ())}
     for n, t in net.state_dict(keep_vars=True).items():
-        if n in versions and versions[n] != t._version and n not in seen: raise ValueError(in_place_message('the network', 'forward', n))
+        if n in versions and versions[n] != t._version and n not in seen:
+            raise ValueError(in_place_message('the network', 'forward', n))
     return graph
 
 def why_not_traced(net:nn.Module, inputs:tuple, path:str, e:Exception)->str:
-    "A failed trace in words: either the network cannot take the example at all, or it decides by what it sees"
+    "A failed trace in words: the network cannot take the example at all, or it decides by what it sees"
     shapes = ' and '.join(str(tuple(x.shape)) for x in inputs)
     try: net(*(x.clone() for x in inputs))
     except Exception as plainly: return f'{place(net, path)} cannot run an example of shape {shapes}: {plainly}'
-    return (f'{place(net, path)} cannot be traced: {e}. Its forward must not branch on values; decide in __init__ instead, '
-            'or export the part of the network before it')
+    return (f'{place(net, path)} cannot be traced: {e}. Its forward must not branch on values; decide in '
+            '__init__ instead, or export the part of the network before it')
 
 def in_place_message(where:str, what:str, target:str)->str:
     return (f'{where}: {what} changes {target!r}, which belongs to the network, in place. '
@@ -358,10 +373,12 @@ def without_in_place(graph:fx.Graph)->fx.Graph:
         for other in (n for n in nodes[:i] if places[n][0] in touched):
             late, owned = any(u > node for u in other.users), other.op == 'get_attr'
             what = getattr(node.target, '__name__', node.target)
-            if owned: raise ValueError(in_place_message(node.meta['path'] or 'the network', what, other.target))
+            where = node.meta['path'] or 'the network'
+            if owned: raise ValueError(in_place_message(where, what, other.target))
             if late and places[other] != places[node]:
-                raise ValueError(f'{node.meta["path"] or "the network"}: {what} changes a tensor of which {other.name!r}, read afterwards, is another '
-                                 'part or shape, in place. A file cannot say that: make a new tensor instead, F.relu(y) for F.relu(y, inplace=True)')
+                raise ValueError(f'{where}: {what} changes a tensor of which {other.name!r}, read afterwards, is '
+                                 'another part or shape, in place. A file cannot say that: make a new tensor '
+                                 'instead, F.relu(y) for F.relu(y, inplace=True)')
             if late: other.replace_all_uses_with(node, delete_user_cb=lambda u: u > node)
     return graph
 
@@ -377,7 +394,8 @@ class Writer:
     "ONNX nodes and initialisers under construction"
     def __init__(self, net, packed=False, fine_bias=False, integer=True):
         self.net, self.packed, self.fine_bias, self.integer, self.helper = net, packed, fine_bias, integer, optional('onnx.helper')
-        self.nodes, self.constants, self.values, self.layers, self.taken, self.attributes = [], {}, {}, [], set(), {}
+        self.nodes, self.constants, self.values, self.layers = [], {}, {}, []
+        self.taken, self.attributes = set(), {}
 
     def unique(self, name:str)->str:
         n, new = 1, name
@@ -385,7 +403,7 @@ class Writer:
         self.taken.add(new)
         return new
 
-    def op(self, kind:str, *inputs, name=None, outputs:int=None, **attributes): # name of its output, or a tuple of them
+    def op(self, kind:str, *inputs, name=None, outputs:int=None, **attributes): # name of its output, or a tuple
         "Add a node"
         outs = tuple(self.unique(name or kind.lower()) for _ in range(outputs or 1))
         self.nodes.append(self.helper.make_node(kind, list(inputs), list(outs), name=outs[0], **attributes))
@@ -401,16 +419,18 @@ class Writer:
         self.constants[name] = optional('onnx.numpy_helper').from_array(array, name)
         return name
 
-    def cast(self, x:str, dtype)->str: return self.op('Cast', x, to=self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+    def cast(self, x:str, dtype)->str:
+        return self.op('Cast', x, to=self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
 # %% ../nbs/09_operators.ipynb #2696d238
+def numpy_type(t:Tensor): return np.dtype(str(t.dtype).removeprefix('torch.').replace('float64', 'float32'))
+
 @patch
 def dtype_of(self:Writer, x): # of NumPy, or None for a number of Python
     "The type of an operand in the file"
     if not isinstance(x, str): return None
     value = self.values[x][0]
-    if isinstance(value, Tensor): return np.dtype(str(value.dtype).removeprefix('torch.').replace('float64', 'float32'))
-    return np.dtype('int64')
+    return numpy_type(value) if isinstance(value, Tensor) else np.dtype('int64')
 
 @patch
 def operands(self:Writer, *xs, dtype=None)->list:
@@ -424,7 +444,8 @@ def operands(self:Writer, *xs, dtype=None)->list:
     return [same(x) for x in xs]
 
 @patch
-def gives_float(self:Writer)->bool: return isinstance(self.result[0], Tensor) and self.result[0].is_floating_point()
+def gives_float(self:Writer)->bool:
+    return isinstance(self.result[0], Tensor) and self.result[0].is_floating_point()
 
 @patch
 def sizes(self:Writer, x)->list: # None where a size can change
@@ -448,26 +469,29 @@ def vector(self:Writer, numbers)->str:
     "Integers, some of which may be sizes, as one tensor"
     numbers = list(numbers)
     if not any(isinstance(n, str) for n in numbers): return self.const(np.array(numbers, dtype=np.int64))
-    return self.op('Concat', *(n if isinstance(n, str) else self.const([n], dtype=np.int64) for n in numbers), axis=0)
+    parts = [n if isinstance(n, str) else self.const([n], dtype=np.int64) for n in numbers]
+    return self.op('Concat', *parts, axis=0)
 
 # %% ../nbs/09_operators.ipynb #4263d74f
 def handles(*functions):
     def register(handler): HANDLERS.update(dict.fromkeys(functions, handler)); return handler
     return register
 
-UNARY = {F.relu: 'Relu', torch.sigmoid: 'Sigmoid', torch.tanh: 'Tanh', F.hardswish: 'HardSwish', F.selu: 'Selu', torch.exp: 'Exp',
-         torch.log: 'Log', torch.sqrt: 'Sqrt', torch.abs: 'Abs', torch.neg: 'Neg', torch.reciprocal: 'Reciprocal', torch.floor: 'Floor',
-         torch.ceil: 'Ceil', torch.round: 'Round', torch.sign: 'Sign', torch.erf: 'Erf', torch.sin: 'Sin', torch.cos: 'Cos'}
+UNARY = {
+    F.relu: 'Relu', torch.sigmoid: 'Sigmoid', torch.tanh: 'Tanh', F.hardswish: 'HardSwish', F.selu: 'Selu',
+    torch.exp: 'Exp', torch.log: 'Log', torch.sqrt: 'Sqrt', torch.abs: 'Abs', torch.neg: 'Neg',
+    torch.reciprocal: 'Reciprocal', torch.floor: 'Floor', torch.ceil: 'Ceil', torch.round: 'Round',
+    torch.sign: 'Sign', torch.erf: 'Erf', torch.sin: 'Sin', torch.cos: 'Cos'}
 BINARY = {torch.mul: 'Mul', torch.maximum: 'Max', torch.minimum: 'Min', torch.pow: 'Pow'}
 for f, kind in UNARY.items(): HANDLERS[f] = lambda w, x, kind=kind: w.op(kind, x)
 for f, kind in BINARY.items(): HANDLERS[f] = lambda w, x, y, kind=kind: w.op(kind, *w.operands(x, y))
 
 HANDLERS |= {
     passed: lambda w, x, *a, **k: x,
-    Tensor.copy_: lambda w, x, y: y if w.values[x][0].shape == w.values[y][0].shape else w.op('Expand', y, w.op('Shape', x)),
+    Tensor.copy_: lambda w, x, y: w.op('Expand', y, w.op('Shape', x)) if w.sizes(x) != w.sizes(y) else y,
     size_of: lambda w, x, dim: w.size(x, dim),
     torch.matmul: lambda w, x, y: w.op('MatMul', x, y),
-    torch.einsum: lambda w, equation, *xs: w.op('Einsum', *(xs[0] if isinstance(xs[0], (list, tuple)) else xs), equation=equation),
+    torch.einsum: lambda w, equation, *xs: w.op('Einsum', *spread(xs), equation=equation),
     F.hardsigmoid: lambda w, x: w.op('HardSigmoid', x, alpha=1/6, beta=.5),
     F.gelu: lambda w, x, approximate='none': w.op('Gelu', x, approximate=approximate),
     F.leaky_relu: lambda w, x, negative_slope=.01: w.op('LeakyRelu', x, alpha=negative_slope),
@@ -476,14 +500,17 @@ HANDLERS |= {
     F.relu6: lambda w, x: w.op('Clip', x, w.const(np.float32(0)), w.const(np.float32(6))),
     F.softmax: lambda w, x, dim=-1: w.op('Softmax', x, axis=dim),
     F.log_softmax: lambda w, x, dim=-1: w.op('LogSoftmax', x, axis=dim),
-    F.pixel_shuffle: lambda w, x, upscale_factor: w.op('DepthToSpace', x, blocksize=upscale_factor, mode='CRD')}
+    F.pixel_shuffle: lambda w, x, upscale_factor: w.op(
+        'DepthToSpace', x, blocksize=upscale_factor, mode='CRD')}
 
 @handles(F.hardtanh, torch.clamp)
 def _(w, x, min_val=None, max_val=None, min=None, max=None):
     low, high = (a if a is not None else b for a, b in ((min_val, min), (max_val, max)))
-    if isinstance(low, str): return w.op('Max', x, low) if high is None else w.op('Min', w.op('Max', x, low), w.const(high, dtype=np.float32))
-    if isinstance(high, str): return w.op('Min', x if low is None else w.op('Max', x, w.const(low, dtype=np.float32)), high)
-    return w.op('Clip', x, *('' if a is None else w.const(np.float32(a)) for a in (low, high)))
+    if not isinstance(low, str) and not isinstance(high, str):
+        return w.op('Clip', x, *('' if a is None else w.const(np.float32(a)) for a in (low, high)))
+    for kind, bound in (('Max', low), ('Min', high)):
+        if bound is not None: x = w.op(kind, x, bound if isinstance(bound, str) else w.const(np.float32(bound)))
+    return x
 
 @handles(F.softplus)
 def _(w, x, beta=1., threshold=20.):
@@ -492,7 +519,7 @@ def _(w, x, beta=1., threshold=20.):
 
 @handles(Tensor.to)
 def _(w, x, *args, **kwargs):
-    dtype = np.dtype(str(w.result[0].dtype).removeprefix('torch.').replace('float64', 'float32'))
+    dtype = numpy_type(w.result[0])
     return x if w.dtype_of(x) == dtype else w.cast(x, dtype)
 
 # %% ../nbs/09_operators.ipynb #4263d751
@@ -537,16 +564,19 @@ def attributes_of(m:nn.Conv2d)->dict: return conv_attributes(m.kernel_size, m.st
 
 def conv_attributes(size, stride=1, padding=0, dilation=1, groups=1)->dict:
     k = len(size)
-    return dict(kernel_shape=list(size), strides=listed(stride, k), pads=pads(padding, size, dilation), dilations=listed(dilation, k), group=groups)
+    return dict(kernel_shape=list(size), strides=listed(stride, k), pads=pads(padding, size, dilation),
+                dilations=listed(dilation, k), group=groups)
 
 @handles(F.conv1d, F.conv2d, F.conv3d)
 def _(w, x, weight, bias=None, *args, **kwargs):
-    return w.op('Conv', x, *(t for t in (weight, bias) if t is not None), **conv_attributes(w.sizes(weight)[2:], *args, **kwargs))
+    how = conv_attributes(w.sizes(weight)[2:], *args, **kwargs)
+    return w.op('Conv', x, *(t for t in (weight, bias) if t is not None), **how)
 
 @handles(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def _(w, x, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
     size = w.sizes(weight)[2:]
-    how = conv_attributes(size, stride, padding, dilation, groups) | dict(output_padding=listed(output_padding, len(size)))
+    how = conv_attributes(size, stride, padding, dilation, groups)
+    how['output_padding'] = listed(output_padding, len(size))
     return w.op('ConvTranspose', x, *(t for t in (weight, bias) if t is not None), **how)
 
 @handles(F.linear)
@@ -556,7 +586,9 @@ def _(w, x, weight, bias=None):
     return y if bias is None else w.op('Add', y, bias)
 
 @handles(F.prelu)
-def _(w, x, weight): return w.op('PRelu', x, w.op('Reshape', weight, w.vector([-1] + [1]*(len(w.sizes(x)) - 2))))
+def _(w, x, weight):
+    ones = [1]*(len(w.sizes(x)) - 2)
+    return w.op('PRelu', x, w.op('Reshape', weight, w.vector([-1, *ones])))
 
 # %% ../nbs/09_operators.ipynb #4c1b423a
 def gain_and_shift(w, weight, bias, shape)->list:
@@ -569,8 +601,10 @@ def _(w, x, running_mean, running_var, weight=None, bias=None, training=False, m
     return w.op('BatchNormalization', x, *tensors, epsilon=eps)
 
 @handles(F.instance_norm)
-def _(w, x, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=.1, eps=1e-5):
-    return w.op('InstanceNormalization', x, *gain_and_shift(w, weight, bias, w.fixed_sizes(x, [1])), epsilon=eps)
+def _(w, x, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=.1,
+      eps=1e-5):
+    tensors = gain_and_shift(w, weight, bias, w.fixed_sizes(x, [1]))
+    return w.op('InstanceNormalization', x, *tensors, epsilon=eps)
 
 @handles(F.layer_norm)
 def _(w, x, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn=False):
@@ -578,24 +612,29 @@ def _(w, x, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn=False):
     return w.op('LayerNormalization', x, *tensors, axis=-len(normalized_shape), epsilon=eps)
 
 @handles(F.local_response_norm)
-def _(w, x, size, alpha=1e-4, beta=.75, k=1.): return w.op('LRN', x, size=size, alpha=alpha, beta=beta, bias=k)
+def _(w, x, size, alpha=1e-4, beta=.75, k=1.):
+    return w.op('LRN', x, size=size, alpha=alpha, beta=beta, bias=k)
 
 # %% ../nbs/09_operators.ipynb #de35cf30
 def pooling(w, kind, x, kernel_size, stride=None, padding=0, ceil_mode=False, **attributes):
     "A pooling window over the last dimensions"
     k = len(w.sizes(x)) - 2
-    how = dict(kernel_shape=listed(kernel_size, k), strides=listed(stride or kernel_size, k), pads=listed(padding, k)*2)
-    return w.op(kind, x, **how, ceil_mode=int(ceil_mode), **attributes)
+    strides = listed(stride or kernel_size, k)
+    return w.op(kind, x, kernel_shape=listed(kernel_size, k), strides=strides, pads=listed(padding, k)*2,
+                ceil_mode=int(ceil_mode), **attributes)
 
 @handles(F.max_pool1d, F.max_pool2d, F.max_pool3d)
 def _(w, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
-    return pooling(w, 'MaxPool', x, kernel_size, stride, padding, ceil_mode, dilations=listed(dilation, len(w.sizes(x)) - 2))
+    dilations = listed(dilation, len(w.sizes(x)) - 2)
+    return pooling(w, 'MaxPool', x, kernel_size, stride, padding, ceil_mode, dilations=dilations)
 
 @handles(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 def _(w, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
     if divisor_override is not None:
-        raise Unsupported(f'ONNX averages over the window, got divisor_override={divisor_override}: leave it out and multiply the average instead')
-    return pooling(w, 'AveragePool', x, kernel_size, stride, padding, ceil_mode, count_include_pad=int(count_include_pad))
+        raise Unsupported(f'ONNX averages over the window, got divisor_override={divisor_override}: leave it out '
+                          'and multiply the average instead')
+    counted = int(count_include_pad)
+    return pooling(w, 'AveragePool', x, kernel_size, stride, padding, ceil_mode, count_include_pad=counted)
 
 def adaptive(kind:str, reduce:str):
     "A handler of adaptive pooling"
@@ -605,7 +644,8 @@ def adaptive(kind:str, reduce:str):
         if all(o == 1 for o in wanted): return w.op(f'Global{kind}', x)
         size = w.fixed_sizes(x, dims)
         wanted = [n if o is None else o for n, o in zip(size, wanted)]
-        if not any(n % o for n, o in zip(size, wanted)): return pooling(w, kind, x, [n//o for n, o in zip(size, wanted)])
+        if not any(n % o for n, o in zip(size, wanted)):
+            return pooling(w, kind, x, [n//o for n, o in zip(size, wanted)])
         for d, n, o in zip(dims, size, wanted):
             if n == o: continue
             parts = [sliced(w, x, d, i*n//o, -(-(i + 1)*n//o)) for i in range(o)]
@@ -628,8 +668,8 @@ def reduction(kind:str):
         return w.op(kind, x, *axes, keepdims=int(keepdim))
     return handler
 
-REDUCE = {torch.mean: 'ReduceMean', torch.sum: 'ReduceSum', torch.amax: 'ReduceMax', torch.amin: 'ReduceMin', torch.prod: 'ReduceProd',
-          torch.logsumexp: 'ReduceLogSumExp'}
+REDUCE = {torch.mean: 'ReduceMean', torch.sum: 'ReduceSum', torch.amax: 'ReduceMax', torch.amin: 'ReduceMin',
+          torch.prod: 'ReduceProd', torch.logsumexp: 'ReduceLogSumExp'}
 for f, kind in REDUCE.items(): HANDLERS[f] = reduction(kind)
 
 for f, kind in {torch.max: 'Max', torch.min: 'Min'}.items():
@@ -644,7 +684,8 @@ HANDLERS[getattr] = lambda w, x, name: x[('values', 'indices').index(name)] # of
 
 @handles(torch.argmax)
 def _(w, x, dim=None, keepdim=False):
-    return w.op('ArgMax', x if dim is not None else w.op('Reshape', x, w.vector([-1])), axis=dim or 0, keepdims=int(keepdim))
+    if dim is None: x = w.op('Reshape', x, w.vector([-1]))
+    return w.op('ArgMax', x, axis=dim or 0, keepdims=int(keepdim))
 
 # %% ../nbs/09_operators.ipynb #86702a67
 def spread(args)->list:
@@ -656,7 +697,8 @@ def _(w, x, start_dim=0, end_dim=-1):
     rank = len(w.sizes(x))
     start, end = start_dim % rank, end_dim % rank
     if (start, end) == (1, rank - 1): return w.op('Flatten', x, axis=1)
-    return w.op('Reshape', x, w.vector([w.size(x, d) for d in range(start)] + [-1] + [w.size(x, d) for d in range(end + 1, rank)]))
+    before, after = ([w.size(x, d) for d in dims] for dims in (range(start), range(end + 1, rank)))
+    return w.op('Reshape', x, w.vector([*before, -1, *after]))
 
 @handles(torch.squeeze)
 def _(w, x, *dim):
@@ -677,16 +719,27 @@ def _(w, x, *sizes):
     if len(times) > rank: x = w.op('Unsqueeze', x, w.vector(range(len(times) - rank)))
     return w.op('Tile', x, w.vector(times))
 
+@handles(torch.permute)
+def _(w, x, *dims, **named):
+    rank = len(w.sizes(x))
+    return w.op('Transpose', x, perm=[d % rank for d in spread(dims or tuple(named.values()))])
+
+def filled(w, x, value, shape)->str:
+    "A tensor of one value, in the type of another"
+    return w.op('Expand', w.const([value], dtype=w.dtype_of(x)), shape)
+
 HANDLERS |= {
-    torch.reshape: lambda w, x, *shape, **kw: w.op('Reshape', x, w.vector(spread(shape or list(kw.values())))),
-    torch.permute: lambda w, x, *dims, **kw: w.op('Transpose', x, perm=[d % len(w.sizes(x)) for d in spread(dims or list(kw.values()))]),
-    torch.zeros_like: lambda w, x: w.op('Expand', w.const(np.zeros(1), dtype=w.dtype_of(x)), w.op('Shape', x)),
-    torch.ones_like: lambda w, x: w.op('Expand', w.const(np.ones(1), dtype=w.dtype_of(x)), w.op('Shape', x)),
-    Tensor.new_zeros: lambda w, x, *sizes: w.op('Expand', w.const(np.zeros(1), dtype=w.dtype_of(x)), w.vector(spread(sizes))),
+    torch.reshape: lambda w, x, *shape, **named: w.op('Reshape', x, w.vector(spread(shape or tuple(named.values())))),
+    torch.zeros_like: lambda w, x: filled(w, x, 0, w.op('Shape', x)),
+    torch.ones_like: lambda w, x: filled(w, x, 1, w.op('Shape', x)),
+    Tensor.new_zeros: lambda w, x, *sizes: filled(w, x, 0, w.vector(spread(sizes))),
     torch.unsqueeze: lambda w, x, dim: w.op('Unsqueeze', x, w.vector([dim])),
     Tensor.expand: lambda w, x, *sizes: w.op('Expand', x, w.vector([1 if n == -1 else n for n in spread(sizes)])),
-    torch.cat: lambda w, tensors, dim=0: w.op('Concat', *tensors, axis=dim),
-    torch.stack: lambda w, tensors, dim=0: w.op('Concat', *(w.op('Unsqueeze', t, w.vector([dim])) for t in tensors), axis=dim)}
+    torch.cat: lambda w, tensors, dim=0: w.op('Concat', *tensors, axis=dim)}
+
+@handles(torch.stack)
+def _(w, tensors, dim=0):
+    return w.op('Concat', *(w.op('Unsqueeze', t, w.vector([dim])) for t in tensors), axis=dim)
 
 # %% ../nbs/09_operators.ipynb #86702a69
 def split(w, x, dim:int)->tuple:
@@ -708,8 +761,12 @@ def _(w, x, dim=0):
 HANDLERS |= {
     torch.narrow: lambda w, x, dim, start, length: sliced(w, x, dim, start, start + length),
     torch.select: lambda w, x, dim, index: w.op('Gather', x, w.const(np.int64(index)), axis=dim),
-    torch.index_select: lambda w, x, dim, index: w.op('Gather', x, index, axis=dim),
-    torch.flip: lambda w, x, *dims: w.op('Slice', x, *map(w.vector, ([-1]*len(spread(dims)), [-2**62]*len(spread(dims)), spread(dims), [-1]*len(spread(dims)))))}
+    torch.index_select: lambda w, x, dim, index: w.op('Gather', x, index, axis=dim)}
+
+@handles(torch.flip)
+def _(w, x, *dims):
+    for d in spread(dims): x = sliced(w, x, d, -1, -2**62, -1)
+    return x
 
 @handles(operator.getitem)
 def _(w, x, index):
@@ -736,7 +793,7 @@ def slice_of(w, x, dim, s):
 def indices(w, i, index)->str:
     "Indices along one dimension"
     several = sum(not isinstance(j, (int, slice, type(None))) for j in index) > 1
-    known = w.values[i][0] if isinstance(i, str) and i in w.values else torch.as_tensor(i) if isinstance(i, (list, tuple)) else None
+    known = w.values[i][0] if isinstance(i, str) else torch.as_tensor(i)
     if several or not isinstance(known, Tensor) or known.dtype == torch.bool or known.ndim != 1:
         raise Unsupported('indexing takes numbers, slices, None, ... and one list of indices')
     return i if isinstance(i, str) else w.const(known)
@@ -753,23 +810,28 @@ def _(w, x, pad, mode='constant', value=None):
 
 RESIZE = { # (mode, align_corners) -> attributes
     ('nearest', False): dict(mode='nearest', coordinate_transformation_mode='asymmetric', nearest_mode='floor'),
-    ('nearest-exact', False): dict(mode='nearest', coordinate_transformation_mode='half_pixel', nearest_mode='round_prefer_ceil')}
+    ('nearest-exact', False): dict(mode='nearest', coordinate_transformation_mode='half_pixel',
+                                   nearest_mode='round_prefer_ceil')}
 for k, kind in dict(linear='linear', bilinear='linear', trilinear='linear', bicubic='cubic').items():
     RESIZE[k, False] = dict(mode=kind, coordinate_transformation_mode='half_pixel')
     RESIZE[k, True] = RESIZE[k, False] | dict(coordinate_transformation_mode='align_corners')
 
 @handles(F.interpolate)
-def _(w, x, size=None, scale_factor=None, mode='nearest', align_corners=None, recompute_scale_factor=None, antialias=False):
+def _(w, x, size=None, scale_factor=None, mode='nearest', align_corners=None, recompute_scale_factor=None,
+      antialias=False):
     k, how = len(w.sizes(x)) - 2, RESIZE.get((mode, bool(align_corners)))
     if mode == 'area':
         return HANDLERS[getattr(F, f'adaptive_avg_pool{k}d')](w, x, [v.shape for v in w.result][0][2:])
-    if antialias or how is None: raise Unsupported(f'mode={mode!r}, antialias={antialias}: use one of {", ".join(m for m, a in RESIZE if not a)} without antialias')
+    if antialias or how is None:
+        raise Unsupported(f'mode={mode!r}, antialias={antialias}: use one of '
+                          f'{", ".join(m for m, a in RESIZE if not a)} without antialias')
     if scale_factor is not None and not recompute_scale_factor:
-        return w.op('Resize', x, '', w.const(np.array([1, 1, *listed(scale_factor, k)]), dtype=np.float32), **how)
-    if size is not None: return w.op('Resize', x, '', '', w.vector([w.size(x, 0), w.size(x, 1), *listed(size, k)]), **how)
-    sizes = [m.shape[d] if m.shape[d] == n.shape[d] else None for m, n in [w.result] for d in range(2, 2 + k)]
-    if None in sizes: raise Unsupported('recompute_scale_factor needs sizes that cannot change')
-    return w.op('Resize', x, '', '', w.vector([w.size(x, 0), w.size(x, 1), *sizes]), **how)
+        factors = np.array([1, 1, *listed(scale_factor, k)])
+        return w.op('Resize', x, '', w.const(factors, dtype=np.float32), **how)
+    if size is None:                                           # recomputed from the result
+        w.fixed_sizes(x, range(2, 2 + k))
+        size = list(w.result[0].shape[2:])
+    return w.op('Resize', x, '', '', w.vector([w.size(x, 0), w.size(x, 1), *listed(size, k)]), **how)
 
 # %% ../nbs/09_operators.ipynb #5e0a71c8
 def write_call(
@@ -779,21 +841,24 @@ def write_call(
 ): # name of its output, or several
     "One node of a traced network in full precision"
     if node.op == 'get_attr':
-        if node.target not in w.attributes: w.attributes[node.target] = w.const(node.meta['values'][0], node.target)
-        return w.attributes[node.target]
+        name = node.target                                     # written once, however often it is read
+        if name not in w.attributes: w.attributes[name] = w.const(node.meta['values'][0], name)
+        return w.attributes[name]
     f, args, kwargs = operation(node)
     args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: names[a] if isinstance(a, fx.Node) else a)
     if isinstance(f, type): return f(*args, **kwargs)          # a named tuple or a dataclass, of names
     where, what = place(w.net, node.meta['path']), getattr(f, '__name__', f)
     if f not in HANDLERS:
-        raise ValueError(f'{where}: {what} cannot be exported. Supported are {supported()}; replace it by these, or add it to repq.operators.HANDLERS')
+        raise ValueError(f'{where}: {what} cannot be exported. Supported are {supported()}; replace it by these, '
+                         'or add it to repq.operators.HANDLERS')
     w.result = node.meta['values']
     try: return HANDLERS[f](w, *args, **kwargs)
     except (TypeError, ValueError) as e: raise ValueError(f'{where}: {what} cannot be exported in this form: {e}') from e
 
 def supported()->str:
     "Names of the functions that can be exported"
-    return ', '.join(sorted({f.__name__.strip('_') for f in {*HANDLERS, *WRITTEN_AS}} - {'passed', 'size_of', 'copy', 'fn'}))
+    names = {f.__name__.strip('_') for f in {*HANDLERS, *WRITTEN_AS}}
+    return ', '.join(sorted(names - {'passed', 'size_of', 'copy', 'getattr'}))
 
 def remember(w:Writer, names, values:tuple):
     "Keep the example values of the tensors of a node"
@@ -808,8 +873,8 @@ def flatten_outputs(value)->dict: # name -> tensor, or name in the file
         if isinstance(value, (Tensor, str)): yield way, value; return
         if is_dataclass(value): value = {f.name: getattr(value, f.name) for f in fields(value)}
         if isinstance(value, tuple) and hasattr(value, '_asdict'): value = value._asdict()
-        pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (tuple, list)) else ()
-        for k, v in pairs: yield from walk(v, (*way, k))
+        if isinstance(value, (tuple, list)): value = dict(enumerate(value))
+        for k, v in value.items() if isinstance(value, dict) else (): yield from walk(v, (*way, k))
     found = {}
     for way, leaf in walk(value, ()):
         start = () if way and isinstance(way[0], str) else ('output',)

@@ -357,7 +357,8 @@ class ParityRun:
             self.stations[l['codes']] = Station(made, f'codes of {l["name"]}', bits(self.by_name[l['made_by']]) if l['made_by'] else '')
             if l['output']: self.stations[l['output']] = Station(l['name'], 'output', bits(l))
         for name in self.outputs:
-            self.stations[name] = Station('the end', f'output {name!r}' if len(self.outputs) > 1 else 'output of the network', '')
+            what = f'output {name!r}' if len(self.outputs) > 1 else 'output of the network'
+            self.stations[name] = Station('the end', what, '')
 
     def given(self, inputs, seen)->dict:
         "What the cut file is fed: the codes and outputs of the reference"
@@ -374,7 +375,8 @@ def compare_batch(self:ParityRun, inputs:tuple)->dict: # outputs of the network 
     "Run a batch through both and compare at every station"
     y, seen = run_reference(self.net, self.layers, self.reference, inputs, self.bias_rounding)
     if list(y) != self.outputs:
-        raise ValueError(f'the file gives {", ".join(self.outputs)}, the network {", ".join(y)}: was the file exported from this network?')
+        raise ValueError(f'the file gives {", ".join(self.outputs)}, the network {", ".join(y)}: '
+                         'was the file exported from this network?')
     feed = self.given(inputs, seen)
     def run(session, feed, cut): return {n: torch.from_numpy(v) for n, v in zip(self.names[cut], session.run(None, feed))}
     local = run(self.sessions[True], feed, True)
@@ -450,9 +452,13 @@ def check_parity(
     stored = {t.name: optional('onnx.numpy_helper').to_array(t) for t in model.graph.initializer}
     run.integers = {l['name']: what for l in run.layers if (what := different_integers(l, stored, run.reference[l['name']]))}
     for batch in batches_of(batches, n, len(run.inputs)):
-        inputs, targets = tuple(t.detach().cpu().float() for t in batch[:len(run.inputs)]), batch[len(run.inputs):]
+        k = len(run.inputs)
+        inputs, targets = tuple(t.detach().cpu().float() for t in batch[:k]), batch[k:]
         trained, expected, got = run_network(net, inputs), run.compare_batch(inputs), run_outputs(session, *inputs)
-        for name, o in outputs.items(): o.trained.append(trained[name]), o.expected.append(expected[name]), o.got.append(got[name])
+        for name, o in outputs.items():
+            o.trained.append(trained[name])
+            o.expected.append(expected[name])
+            o.got.append(got[name])
         outputs[run.outputs[0]].targets.extend(targets)
     first, *more = outputs.values()
     if not first.got: raise ValueError('check_parity got no batch')
