@@ -503,6 +503,7 @@ HANDLERS |= {
     F.pixel_shuffle: lambda w, x, upscale_factor: w.op(
         'DepthToSpace', x, blocksize=upscale_factor, mode='CRD')}
 
+# %% ../nbs/09_operators.ipynb #4263d753
 @handles(F.hardtanh, torch.clamp)
 def _(w, x, min_val=None, max_val=None, min=None, max=None):
     low, high = (a if a is not None else b for a, b in ((min_val, min), (max_val, max)))
@@ -768,6 +769,7 @@ def _(w, x, *dims):
     for d in spread(dims): x = sliced(w, x, d, -1, -2**62, -1)
     return x
 
+# %% ../nbs/09_operators.ipynb #86702a6e
 @handles(operator.getitem)
 def _(w, x, index):
     if isinstance(x, tuple): return x[index]
