@@ -270,7 +270,9 @@ def check_numbers(net:nn.Module):
             raise ValueError(f'{name} holds NaN: train again, or load other weights')
     for name, m in net.named_modules():
         step, floor, why = getattr(m, 'step', None), getattr(m, 'floor', None), ''
-        if isinstance(step, Tensor) and getattr(m, 'ready', True): why = bad_step(step.detach())
+        if isinstance(step, Tensor):
+            started = getattr(m, 'origin', torch.ones_like(step)) != 0 # a channel that still waits has no step
+            why = bad_step(step.detach()[started])
         if isinstance(floor, Tensor) and not floor.isfinite().all(): why = 'the least value of its step is not finite'
         if isinstance(m, FrozenQuantizer) and not -128 <= m.qmin <= m.qmax <= 255 + min(0, m.qmin):
             why = (f'activations are exported as bytes, and {m.qmin} to {m.qmax} do not fit: '

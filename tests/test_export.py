@@ -283,7 +283,7 @@ def spoil(kind, r, tensors, about):
     if kind == 'bad step': one(step, r.choice([0., -1., -1e-30, float('inf'), float('nan')])); return 'step|finite'
     if kind == 'bad weight': one(weight, r.choice([float('nan'), float('inf'), -float('inf')])); return 'finite|NaN'
     if kind == 'bad statistics': one(some(tensors, r, 'running_mean', 'running_var'), float('nan')); return 'NaN'
-    if kind == 'bad floor': one(some(tensors, r, '.floor'), r.choice([float('nan'), float('inf')])); return 'NaN|finite'
+    if kind == 'bad origin': one(some(tensors, r, '.origin'), r.choice([0x7f800000, 0x7fc00000])); return 'finite' # as float32: inf, NaN
     if kind == 'negative variance': one(some(tensors, r, 'running_var'), -1e3); return 'finite|NaN|negative'
     if kind == 'bytes': tensors[weight] = tensors[weight].mul(50).to(torch.int8); return 'holds int8, expected float32'
     if kind == 'half': tensors[weight] = tensors[weight].half(); return 'holds float16, expected float32'
@@ -299,7 +299,7 @@ def spoil(kind, r, tensors, about):
     raise ValueError(kind)
 
 
-KINDS = ['bad step']*8 + ['bad weight']*5 + ['bad statistics']*3 + ['bad floor']*3 + ['negative variance']*2 + ['bytes']*3 + ['half']*2 + ['other shape']*3
+KINDS = ['bad step']*8 + ['bad weight']*5 + ['bad statistics']*3 + ['bad origin']*3 + ['negative variance']*2 + ['bytes']*3 + ['half']*2 + ['other shape']*3
 KINDS += ['missing tensor']*4 + ['unknown tensor'] + ['state']*8 + ['no description']*1 + ['missing key']*6 + ['other type']*7 + ['other setting']*6 + ['huge network']*5
 RAW = ['readme', 'empty', 'truncated', 'header', 'metadata', 'nested', 'no metadata', 'flipped bits']
 
