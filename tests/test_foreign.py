@@ -467,7 +467,7 @@ def test_quantize_leaves_what_convert_left():
     new = repq.convert(net, leaf=['body'])
     with pytest.warns(UserWarning, match=r'left in full precision: body \(as leaf= says\)'): q = repq.quantize(new, 8, 8)
     assert set(quantizable_layers(q)) == {'stem', 'more'} and type(q.body.blocks[0][0][0]) is nn.Conv2d and type(q.body.head) is nn.Linear
-    q(torch.randn(4, 3, 8, 8))
+    repq.recalibrate(q, [torch.randn(4, 3, 8, 8)], 'ranges')
     assert 'as leaf= says' in repr(repq.merge(q).conversion)
     wrapped = nn.Sequential(repq.convert(net, leaf=['body']))   # a part of another network
     with pytest.warns(UserWarning, match=r'0\.body \(as leaf= says\)'): repq.quantize(wrapped, 8, 8)
@@ -494,7 +494,8 @@ def test_a_convolution_that_is_called_twice_is_a_layer():
     assert set(new.conversion.layers) == {'a', 'b'} and not new.conversion.left
     assert_same(new(x), net(x))
     q = repq.quantize(repq.convert(Twice()), 8, 8)
-    q(torch.randn(2, 4, 7, 7)); repq.merge(q)(torch.randn(2, 4, 7, 7))
+    repq.recalibrate(q, [torch.randn(2, 4, 7, 7)], 'ranges')
+    repq.merge(q)(torch.randn(2, 4, 7, 7))
 
 
 def test_dropout_is_no_convolution(recwarn):
@@ -535,7 +536,8 @@ def test_what_stays_in_float_is_said_once():
     text = str(said[0].message)
     for part in ('mha (MultiheadAttention', 'lstm (LSTM: a recurrent layer)', 'fused (attention)', 'plain (a matrix product)'): assert part in text, part
     assert set(quantizable_layers(q)) == {'fused.qkv', 'fused.proj', 'plain.qkv', 'plain.proj', 'head'}
-    q(torch.randn(2, 5, 8)); repq.merge(q)(torch.randn(2, 5, 8))
+    repq.recalibrate(q, [torch.randn(2, 5, 8)], 'ranges')
+    repq.merge(q)(torch.randn(2, 5, 8))
 
 
 def test_weights_that_a_function_takes(timm):
