@@ -149,6 +149,7 @@ def test_kill_9_and_again(undisturbed, tmp_path, moment):
 # -- two drivers, one folder
 
 def slow_family(): return family(steps_per_epoch=60)
+def long_family(): return family(steps_per_epoch=120)[:1]
 
 
 class Driver:
