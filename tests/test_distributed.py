@@ -27,7 +27,7 @@ def train(name, out, block='repvgg', **options):
     from repq.learner import QAT, QATDoctor, cpu_distributed, running_statistics
     torch.manual_seed(rank_distrib())   # different weights at first: rank 0's must win
     net, seen, note = network(block), {}, dict(losses=[], shares=[], own=True)
-    qat, loaded = QAT(4, 4, **options), name == 'loaded'
+    qat, loaded = QAT(4, 4, start='first', **options), name == 'loaded'
 
     def keep(what, named): seen.update({f'{what}/{n}': t for n, t in copies(named).items()})
     def steps(): return ((n, p) for n, p in net.named_parameters() if n.endswith('quantizer.step'))
@@ -50,9 +50,9 @@ def train(name, out, block='repvgg', **options):
     def untouched(*_):   # between two batches nobody has written into the statistics
         if net.training and note['losses']: note['own'] &= all(torch.equal(t, seen[f'last/{i}']) for i, t in statistics())
     net.register_forward_pre_hook(untouched)
-    local, share = [], quantizer.share_step
+    local, share = [], quantizer.share_steps
     def spy(steps): local.append(steps); return share(steps)
-    quantizer.share_step = spy
+    quantizer.share_steps = spy
     doctor = QATDoctor(looks=2, report=False)
     learn = Learner(digits_dls(62 if loaded else 48), net, CrossEntropyLossFlat(), cbs=[qat, doctor, Before(), After()])
     if loaded and rank_distrib() == 0:   # as if it alone had read a checkpoint
@@ -60,7 +60,7 @@ def train(name, out, block='repvgg', **options):
             if isinstance(m, quantizer.Quantizer): m.set_step(ONCE, signed=m.channels is not None or m is net.stem.input_quantizer)
             if isinstance(m, torch.nn.BatchNorm2d): m.running_mean.fill_(3.)
     with cpu_distributed(), learn.distrib_ctx(cpu=True), learn.no_logging(), learn.no_bar(): learn.fit_one_cycle(1 + ('schedule' in options), 0.03)
-    quantizer.share_step = share
+    quantizer.share_steps = share
     keep('local', ((str(i), t) for i, t in enumerate(local)))
     keep('final', ((n, t) for n, t in net.state_dict().items()))
     note |= dict(doctor=sorted({r['layer'] for r in doctor.rows}), bits={n: [l.weight_quantizer.bits, l.input_quantizer.bits] for n, l in net.named_modules() if hasattr(l, 'weight_quantizer')})
