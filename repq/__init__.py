@@ -4,7 +4,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 # Loaded when first used (PEP 562), so that `import repq.kernel` needs torch alone.
-_modules = ['testing', 'kernel', 'norm', 'branch', 'quantizer', 'weights', 'layer', 'blocks', 'models', 'data', 'qat', 'operators', 'deploy', 'graphs', 'official', 'saving', 'foreign', 'learner', 'parity', 'training', 'runs', 'driver', 'evidence', 'protocol', 'statements', 'verdicts', 'formats', 'tables', 'bench', 'cli']
+_modules = ['testing', 'kernel', 'norm', 'branch', 'quantizer', 'weights', 'layer', 'blocks', 'models', 'data', 'qat', 'operators', 'deploy', 'graphs', 'official', 'saving', 'foreign', 'learner', 'parity', 'training', 'runs', 'cluster', 'driver', 'evidence', 'protocol', 'statements', 'verdicts', 'formats', 'tables', 'bench', 'cli']
 _names = dict(
     kernel=['Kernel'],
     norm=['statistics_in'],

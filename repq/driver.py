@@ -4,19 +4,20 @@
 
 # %% auto #0
 __all__ = ['PRELOAD', 'KERNELS', 'ENDED', 'RETRIES', 'EFFORT', 'STATISTICS_EFFORT', 'LOOK_AGAIN', 'die_with', 'kernel_main',
-           'without_main', 'Forked', 'Kernels', 'forkserver', 'can_fork', 'kernel_manager', 'check_parameters',
-           'parameters', 'check_parent', 'Outcome', 'claimed', 'make_portable', 'complete', 'set_aside', 'run_notebook',
-           'execute', 'run_again', 'kernel_died', 'reason', 'effort', 'seconds_left', 'Batch', 'clock', 'Board',
-           'settle', 'run_batch', 'reproduce', 'open_executor']
+           'without_main', 'Forked', 'Kernels', 'forkserver', 'sweep_folders', 'socket_folder', 'can_fork',
+           'kernel_manager', 'check_parameters', 'parameters', 'check_parent', 'Outcome', 'claimed', 'make_portable',
+           'complete', 'set_aside', 'run_notebook', 'execute', 'run_again', 'kernel_died', 'reason', 'effort',
+           'seconds_left', 'Batch', 'clock', 'Board', 'settle', 'run_batch', 'reproduce', 'open_executor']
 
 # %% ../nbs/21_driver.ipynb #b38ac06a
 import ast, json, logging, os, platform, shutil, signal, sys, tempfile, threading, time, weakref
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
+from .cluster import ClusterExecutor
 from .files import Corrupt, inside, misfit, read_json, seal, sha256, write_json, write_whole
 from .records import METHOD, SPEC_SHAPE, WEIGHTS, read_record, to_words
 from .runs import NOTEBOOKS, SEEDS, Run, Store, cells, experiments, graph, limited, printable, read_progress
@@ -102,6 +103,30 @@ def forkserver(): # multiprocessing context
         for k, v in before.items(): os.environ.pop(k) if v is None else os.environ.update({k: v})
     return context
 
+def sweep_folders():
+    "Remove the folders of sockets that killed drivers have left; those of living ones are locked"
+    import fcntl
+    for path in Path(tempfile.gettempdir()).glob('repq-*/lock'):
+        try:
+            with open(path) as f: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
+        except OSError: pass # somebody lives there, or it is somebody else's
+
+def socket_folder(owner)->str:
+    "A folder for the sockets of a kernel, which is removed with its owner"
+    folder = tempfile.mkdtemp(prefix='repq-')
+    if os.name == 'nt': lock = None
+    else:
+        import fcntl
+        lock = open(f'{folder}/.lock', 'w')
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(f'{folder}/.lock', f'{folder}/lock') # seen by others only when it is locked
+    def remove():
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock: lock.close()
+    weakref.finalize(owner, remove)
+    return folder
+
 def can_fork(run:Run)->bool:
     "Whether the kernel of a run may be forked"
     import multiprocessing
@@ -113,8 +138,7 @@ def kernel_manager(fork:bool): # class
     from jupyter_client import AsyncKernelManager
     class Manager(AsyncKernelManager):
         def __init__(self, **kwargs): # over a socket file: two kernels that start at once could take the same TCP port
-            folder = tempfile.mkdtemp(prefix='repq-')
-            weakref.finalize(self, shutil.rmtree, folder, True)
+            folder = socket_folder(self)
             super().__init__(**(kwargs if os.name == 'nt' else dict(transport='ipc', ip=f'{folder}/k', connection_file=f'{folder}/kernel.json') | kwargs))
         async def _async_launch_kernel(self, kernel_cmd, **kw): # the place that jupyter_client has for this
             p = self.provisioner
@@ -317,13 +341,27 @@ class Batch:
         ended, new = wait(self.futures, timeout=timeout, return_when=FIRST_COMPLETED)[0], []
         for f in ended:
             r = self.futures.pop(f)
-            try: o = f.result()
-            except Exception as e: o = Outcome(r.id, 'failed', reason(e)) # the executor itself: a cluster that lost all its workers
+            try: o = self.confirmed(r, f.result())
+            except CancelledError: # its cluster has lost it
+                self.waiting.append(r)
+                continue
+            except Exception as e: o = Outcome(r.id, 'failed', reason(e)) # the executor itself
             if o.state != 'busy' or r.id not in self.busy: new.append(o)
             if o.state == 'busy': self.waiting, self.busy[r.id] = [*self.waiting, r], time.time() + LOOK_AGAIN
             else: self.outcomes[r.id] = o
             if o.state in ENDED and o.seconds: self.times[r] = o.seconds
         return new
+
+    def confirmed(self, run:Run, o:Outcome)->Outcome:
+        "What was said of a run, if the results folder shows the same here"
+        if o.state not in ENDED: return o
+        store, end = Store(self.root, run.profile), time.time() + 5
+        while not store.done(run).exists() and time.time() < end: # a network file system takes a moment
+            os.listdir(store.folder)
+            time.sleep(0.2)
+        found = store.look(run, weights=True)
+        if (o.id, found.state) == (run.id, o.state): return o
+        return Outcome(run.id, 'failed', f'a worker said that {o.id} is {o.state}, but in {store.folder} it is {found.state}: {found.why}', o.seconds)
 
     @property
     def unfinished(self)->bool: return bool(self.waiting or self.futures)
@@ -360,7 +398,7 @@ class Board:
         batch, n = self.batch, len(self.batch.outcomes)
         for o in new:
             left = f', about {clock(batch.left(self.workers))} left' if batch.unfinished else ''
-            self.print(f'{n:3}/{len(batch.runs)}  {o.state:7} {o.id}  {clock(o.seconds)}{left if not self.live else ""}' + (f'\n         {o.why}' if o.why else ''))
+            self.print(f'{n:3}/{len(batch.runs)}  {o.state:7} {o.id}  {clock(o.seconds)}{left if not self.live else ""}' + (f'\n         {printable(o.why)}' if o.why else ''))
         if not self.live: return
         self.bars.update(self.all, completed=n, note=f'{n}/{len(batch.runs)}  {clock(time.time() - batch.started)} gone, about {clock(batch.left(self.workers))} left')
         running = {r.id: r for r in batch.futures.values()}
@@ -391,8 +429,11 @@ def run_batch(
     about:dict={}        # for the manifest
 )->Batch:
     "Make what is missing of some runs"
-    profile, = {r.profile for r in runs}
+    runs = list(runs)
+    if len({r.profile for r in runs}) != 1: raise ValueError('a batch needs runs, all of one profile; ' + ('there are none' if not runs else 'these are of several'))
+    profile = runs[0].profile
     store, workers = Store(root, profile), workers or os.cpu_count() or 1
+    if os.name != 'nt': sweep_folders()
     store.folder.mkdir(parents=True, exist_ok=True)
     batch = Batch(runs, root, settle(runs, store))
     manifest = about | dict(workers=workers, scheduler=scheduler, started=datetime.now(timezone.utc).isoformat(timespec='seconds'), runs=len(runs), found=len(batch.outcomes))
@@ -404,11 +445,11 @@ def run_batch(
             if what not in said: board.print(f'{what} could not be written ({reason(e)}); the batch goes on')
             said.add(what)
     os.environ.setdefault('OMP_NUM_THREADS', '1')
-    with open_executor(workers, scheduler, profile) as executor, Board(batch, store, workers, live) as board:
-        limit = len(runs) if scheduler else workers
+    with open_executor(workers, scheduler, profile, store) as executor, Board(batch, store, workers, live) as board:
         try:
             while batch.unfinished:
-                new = batch.step(executor, limit)
+                if scheduler: executor.look(board.print)
+                new = batch.step(executor, executor.slots() if scheduler else workers)
                 board.update(new)
                 if new: attempt('batch.json', note, board)
                 if new and on_change: attempt('the report', lambda: on_change(batch), board)
@@ -432,18 +473,13 @@ def reproduce(
 # %% ../nbs/21_driver.ipynb #b96896f4
 class open_executor:
     "Threads that look after kernels here, or a Dask cluster"
-    def __init__(self, workers, scheduler=None, profile='smoke'): self.workers, self.scheduler, self.profile = workers, scheduler, profile
+    def __init__(self, workers, scheduler=None, profile='smoke', store=None): self.workers, self.scheduler, self.profile, self.store = workers, scheduler, profile, store
     def __enter__(self):
         if not self.scheduler:
             self.pool, KERNELS.stopped = ThreadPoolExecutor(self.workers), False
             return self.pool
-        try: from distributed import Client
-        except ImportError: raise ValueError("a cluster needs Dask: pip install 'repq[cluster]'") from None
-        try: self.client = Client(self.scheduler, timeout=10)
-        except (OSError, TimeoutError, ValueError) as e: raise OSError(f'no Dask scheduler answers at {self.scheduler!r} ({e}). Start one with: dask scheduler') from e
-        self.pool = self.client.get_executor(pure=False, retries=2, **(dict(resources={'GPU': 1}) if self.profile == 'paper' else {}))
+        self.pool = ClusterExecutor(self.scheduler, self.profile, self.store)
         return self.pool
     def __exit__(self, kind, *_):
         self.pool.shutdown(wait=kind is None or not self.scheduler) # threads end soon after their kernels
-        if self.scheduler: self.client.close()
-        else: KERNELS.stopped = False
+        KERNELS.stopped = False

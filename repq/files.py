@@ -27,7 +27,9 @@ def write_whole(
         with open(aside, 'rb+') as f: os.fsync(f.fileno())
         os.replace(aside, path)
     except OSError as e: raise OSError(e.errno, f'{path} could not be written ({os.strerror(e.errno) if e.errno else e}); what was there before is unchanged') from e
-    finally: aside.unlink(missing_ok=True)
+    finally:
+        try: aside.unlink(missing_ok=True)
+        except OSError: pass # a read-only folder, or none: the error above says so
     return path
 
 # %% ../nbs/00_files.ipynb #f11e0012

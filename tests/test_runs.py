@@ -518,7 +518,7 @@ def test_cluster_loses_a_worker(undisturbed, tmp_path, cluster):
 def test_paper_runs_ask_for_a_gpu(cluster):
     address, workers = cluster
     with D.open_executor(1, address, 'smoke') as any_worker, D.open_executor(1, address, 'paper') as with_gpu:
-        wait_for(lambda: len(any_worker._client.scheduler_info()['workers']) == 2, what='both workers')
+        wait_for(lambda: len(any_worker.client.scheduler_info()['workers']) == 2, what='both workers')
         assert {with_gpu.submit(os.getpid).result(60) for _ in range(6)} == {workers[1].pid}
         assert any_worker.submit(os.getpid).result(60) in {w.pid for w in workers}
 
