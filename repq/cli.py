@@ -6,9 +6,9 @@
 __all__ = ['QUICK', 'TINY', 'LARGEST', 'ABOUT', 'show_env', 'Progress', 'bench_command', 'folder_of', 'rounds_of', 'measured',
            'draw', 'bench_quantizers', 'bench_deployed', 'settings_of', 'bench_settings', 'bench_steps',
            'bench_memories', 'bench_growths', 'bench_all', 'add_bench', 'add_bench_options', 'fraction', 'run_export',
-           'export_source', 'add_export', 'batch_of', 'list_runs', 'run_reproduce', 'without_runs', 'check_results',
-           'Updater', 'run_status', 'run_tables', 'run_verify', 'add_verify', 'add_reproduction', 'positive', 'shown',
-           'up_to', 'given_text', 'results_folder', 'seed_count', 'Parser', 'make_parser', 'main']
+           'export_source', 'add_export', 'batch_of', 'list_runs', 'run_reproduce', 'Updater', 'without_runs',
+           'check_results', 'run_status', 'run_tables', 'run_verify', 'add_verify', 'add_reproduction', 'positive',
+           'shown', 'up_to', 'given_text', 'results_folder', 'seed_count', 'Parser', 'make_parser', 'main']
 
 # %% ../nbs/23_cli.ipynb #c2a56c7c
 import argparse, math, os, sys, time, warnings
@@ -113,7 +113,7 @@ def settings_of(args)->list:
     from repq.bench import STEP_TARGETS, Setting
     from repq.blocks import BLOCKS
     given = {k: getattr(args, k, None) for k in Setting._fields}
-    if given['block'] not in (None, *BLOCKS): raise ValueError(f'--block must be one of {", ".join(BLOCKS)}, got {given["block"]!r}')
+    if given['block'] not in (None, *BLOCKS): raise ValueError(f'--block must be one of {", ".join(map(repr, BLOCKS))}, got {given["block"]!r}')
     if (given['batch'] or 1)*(given['size'] or 1)**2 > LARGEST: raise ValueError(f'--batch {given["batch"] or 16} of --size {given["size"]} is too large: at most {LARGEST:,} pixels in all are measured')
     quick, given = QUICK if args.quick else {}, {k: v for k, v in given.items() if v is not None}
     if not given: return list(dict.fromkeys(s._replace(**quick) for s in STEP_TARGETS))
@@ -297,6 +297,17 @@ def run_reproduce(args)->int:
     print(f'Report: {report.now()}')
     return 1 if bad else 0
 
+class Updater:
+    "Calls something when it is due: seldom enough that it costs little"
+    def __init__(self, call, share=0.05): self.call, self.share, self.next = call, share, 0.
+    def due(self): return self.now() if time.time() >= self.next else None
+    def now(self):
+        start = time.time()
+        result = self.call()
+        self.next = time.time() + (time.time() - start)/self.share
+        return result
+
+# %% ../nbs/23_cli.ipynb #0678c28a
 def without_runs(args)->int:
     "Tables that need no training, or that a profile does not have"
     from repq.tables import all_tables
@@ -312,16 +323,6 @@ def check_results(store):
     from repq.files import write_whole
     try: write_whole(store.folder/'.writable', b'', parents=True).unlink()
     except OSError as e: raise OSError(f'results cannot be written to {store.folder} ({os.strerror(e.errno or 5)}): give another folder with --results') from e
-
-class Updater:
-    "Calls something when it is due: seldom enough that it costs little"
-    def __init__(self, call, share=0.05): self.call, self.share, self.next = call, share, 0.
-    def due(self): return self.now() if time.time() >= self.next else None
-    def now(self):
-        start = time.time()
-        result = self.call()
-        self.next = time.time() + (time.time() - start)/self.share
-        return result
 
 # %% ../nbs/23_cli.ipynb #912063f8
 def run_status(args)->int:
@@ -443,6 +444,7 @@ def seed_count(text:str)->int:
     from repq.runs import MOST_SEEDS
     return up_to(MOST_SEEDS)(text)
 
+# %% ../nbs/23_cli.ipynb #f8fc7fe2
 class Parser(argparse.ArgumentParser):
     "A parser whose errors are one line"
     def error(self, message):

@@ -149,7 +149,7 @@ def class_folders(
     if len(train) < 2: raise ValueError(f'{source} has a single class, {min(train)!r}: a classifier needs at least two. Is it one folder too low?')
     return train, valid
 
-# %% ../nbs/08_data.ipynb #bbb0f405
+# %% ../nbs/08_data.ipynb #bbb0f401
 def open_image(file, where): # Pillow's image
     "Decode an image of any kind; what cannot be decoded is named"
     from PIL import Image
@@ -171,6 +171,7 @@ def eight_bit(img): # Pillow's image, of 8 bits
     if not img.mode.startswith('I'): return img
     return Image.fromarray((np.asarray(img).astype('int64').clip(0, 65535)//257).astype('uint8'))
 
+# %% ../nbs/08_data.ipynb #bbb0f405
 def read_rgb(
     file,       # path, or the bytes of a file
     where=None  # named in errors; by default the path

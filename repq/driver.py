@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PRELOAD', 'KERNELS', 'ENDED', 'RETRIES', 'EFFORT', 'STATISTICS_EFFORT', 'LOOK_AGAIN', 'die_with', 'kernel_main',
-           'without_main', 'Forked', 'Kernels', 'forkserver', 'sweep_folders', 'socket_folder', 'can_fork',
+           'without_main', 'Forked', 'Kernels', 'sweep_folders', 'socket_folder', 'forkserver', 'can_fork',
            'kernel_manager', 'check_parameters', 'parameters', 'check_parent', 'Outcome', 'claimed', 'make_portable',
            'complete', 'set_aside', 'run_notebook', 'execute', 'run_again', 'kernel_died', 'reason', 'effort',
-           'seconds_left', 'Batch', 'clock', 'Board', 'settle', 'run_batch', 'reproduce', 'open_executor']
+           'seconds_left', 'confirmed', 'Batch', 'clock', 'Board', 'settle', 'run_batch', 'reproduce', 'open_executor']
 
 # %% ../nbs/21_driver.ipynb #b38ac06a
 import ast, json, logging, os, platform, shutil, signal, sys, tempfile, threading, time, weakref
@@ -88,21 +88,7 @@ class Kernels:
 
 KERNELS = Kernels()
 
-# %% ../nbs/21_driver.ipynb #d3d8990b
-@lru_cache(maxsize=None)
-def forkserver(): # multiprocessing context
-    "The process that kernels are forked from, started when first asked for"
-    import multiprocessing, multiprocessing.forkserver as server
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(PRELOAD)
-    add = dict(PYTHONWARNINGS='ignore::FutureWarning', MPLBACKEND='module://matplotlib_inline.backend_inline', PYTHONSAFEPATH='1') # not the folder it is started in
-    before = {k: os.environ.get(k) for k in add}
-    os.environ.update(add)
-    try: server.ensure_running()
-    finally:
-        for k, v in before.items(): os.environ.pop(k) if v is None else os.environ.update({k: v})
-    return context
-
+# %% ../nbs/21_driver.ipynb #b7eb8d3c
 def sweep_folders():
     "Remove the folders of sockets that killed drivers have left; those of living ones are locked"
     import fcntl
@@ -126,6 +112,21 @@ def socket_folder(owner)->str:
         if lock: lock.close()
     weakref.finalize(owner, remove)
     return folder
+
+# %% ../nbs/21_driver.ipynb #d3d8990b
+@lru_cache(maxsize=None)
+def forkserver(): # multiprocessing context
+    "The process that kernels are forked from, started when first asked for"
+    import multiprocessing, multiprocessing.forkserver as server
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(PRELOAD)
+    add = dict(PYTHONWARNINGS='ignore::FutureWarning', MPLBACKEND='module://matplotlib_inline.backend_inline', PYTHONSAFEPATH='1') # not the folder it is started in
+    before = {k: os.environ.get(k) for k in add}
+    os.environ.update(add)
+    try: server.ensure_running()
+    finally:
+        for k, v in before.items(): os.environ.pop(k) if v is None else os.environ.update({k: v})
+    return context
 
 def can_fork(run:Run)->bool:
     "Whether the kernel of a run may be forked"
@@ -311,6 +312,19 @@ def seconds_left(waiting, finished)->float: # of one worker
     if not finished: return float('nan')
     return sum(effort(r)*rate([f for f in finished if (f.task, f.model) == (r.task, r.model)] or list(finished)) for r in waiting)
 
+# %% ../nbs/21_driver.ipynb #8f5c6ae2
+def confirmed(o:Outcome, run:Run, root)->Outcome:
+    "What was said of a run, if the results folder shows the same here"
+    if o.state not in ENDED: return o
+    store, end = Store(root, run.profile), time.time() + 5
+    while not store.done(run).exists() and time.time() < end: # a network file system takes a moment
+        os.listdir(store.folder)
+        time.sleep(0.2)
+    found = store.look(run, weights=True)
+    if (o.id, found.state) == (run.id, o.state): return o
+    why = f'a worker said that {o.id} is {o.state}, but in {store.folder} it is {found.state}: {found.why}'
+    return Outcome(run.id, 'failed', why, o.seconds)
+
 # %% ../nbs/21_driver.ipynb #ce7075f6
 LOOK_AGAIN = 2. # seconds, at a run that another driver is at
 
@@ -341,7 +355,7 @@ class Batch:
         ended, new = wait(self.futures, timeout=timeout, return_when=FIRST_COMPLETED)[0], []
         for f in ended:
             r = self.futures.pop(f)
-            try: o = self.confirmed(r, f.result())
+            try: o = confirmed(f.result(), r, self.root)
             except CancelledError: # its cluster has lost it
                 self.waiting.append(r)
                 continue
@@ -351,17 +365,6 @@ class Batch:
             else: self.outcomes[r.id] = o
             if o.state in ENDED and o.seconds: self.times[r] = o.seconds
         return new
-
-    def confirmed(self, run:Run, o:Outcome)->Outcome:
-        "What was said of a run, if the results folder shows the same here"
-        if o.state not in ENDED: return o
-        store, end = Store(self.root, run.profile), time.time() + 5
-        while not store.done(run).exists() and time.time() < end: # a network file system takes a moment
-            os.listdir(store.folder)
-            time.sleep(0.2)
-        found = store.look(run, weights=True)
-        if (o.id, found.state) == (run.id, o.state): return o
-        return Outcome(run.id, 'failed', f'a worker said that {o.id} is {o.state}, but in {store.folder} it is {found.state}: {found.why}', o.seconds)
 
     @property
     def unfinished(self)->bool: return bool(self.waiting or self.futures)
