@@ -95,7 +95,7 @@ def test_random_numbers_of_gpus_after_a_cut(tmp_path, monkeypatch, gpu):
     again, resumed = train(tmp_path)
     assert resumed.sessions == 2 and resumed.history == whole.history
     assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
-    known = [n for n in tensors if n.startswith('random')]
+    known = sorted(n for n in tensors if n.startswith('random')) # the CPU's first
     assert len(known) == 1 + torch.cuda.device_count()
     save_tensors(path, {n: t for n, t in tensors.items() if n not in known[1:]}, about)
     _, old = train(tmp_path)
@@ -268,15 +268,16 @@ def test_without_held_out_images_validation_is_the_test():
 def test_weights_of_another_range_are_refused(tmp_path):
     "ECBSR takes 0..255; files that say so load, files of before, and of another range, do not; classifiers do not care"
     from repq.training import load_weights, stored_range
-    net = ecbsr_net()
-    with Workspace(tmp_path) as work: finish(work, dict(task='super_resolution'), dict(psnr=30.), {}, net)
+    from repq.runs import super_resolution
+    net, spec = full_precision_network('ecbsr', 'ecb'), super_resolution('smoke', 0, 'fp').spec()
+    with Workspace(tmp_path) as work: finish(work, spec, dict(psnr=30.), {}, net)
     path = tmp_path/'weights.safetensors'
-    assert stored_range(path) == '0..255' and load_weights(ecbsr_net(), path)
+    assert stored_range(path) == '0..255' and load_weights(full_precision_network('ecbsr', 'ecb'), path)
     save_tensors(tmp_path/'old.safetensors', net.state_dict(), dict(task='super_resolution'))
     with pytest.raises(ValueError, match=r'old.safetensors: ecbsr takes input in 0\.\.255, and these weights do not say which.*0\.\.1'):
-        load_weights(ecbsr_net(), tmp_path/'old.safetensors')
+        load_weights(full_precision_network('ecbsr', 'ecb'), tmp_path/'old.safetensors')
     save_tensors(tmp_path/'other.safetensors', net.state_dict(), input_range='0..1')
-    with pytest.raises(ValueError, match=r'these weights say 0\.\.1'): load_weights(ecbsr_net(), tmp_path/'other.safetensors')
+    with pytest.raises(ValueError, match=r'these weights say 0\.\.1'): load_weights(full_precision_network('ecbsr', 'ecb'), tmp_path/'other.safetensors')
     save_tensors(tmp_path/'classifier.safetensors', network().state_dict())
     assert load_weights(network(), tmp_path/'classifier.safetensors')
 
