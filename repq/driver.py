@@ -223,6 +223,7 @@ def complete(run:Run, store:Store)->dict:
     if record['method'] != METHOD: raise ValueError(f'the kernel has METHOD {record["method"]}, the driver {METHOD}: do they have the same code?')
     make_portable(work/'notebook.ipynb', store)
     for name in ('checkpoint.safetensors', 'progress.json', 'lock', 'failed.json'): (work/name).unlink(missing_ok=True)
+    for p in filter(Path.is_file, work.glob('.*')): p.unlink() # half-written, by a kernel that was killed
     files = {p.name: sha256(p) for p in sorted(work.iterdir()) if p.name not in ('record.json', WEIGHTS) and not p.name.startswith('.') and p.is_file()}
     write_json(work/'record.json', seal(dict(id=run.id, profile=run.profile) | record | dict(spec=run.stored, files=files)))
     os.replace(work, store.done(run))

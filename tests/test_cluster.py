@@ -2,14 +2,14 @@
 import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 import pytest
-from repq import cluster as C, driver as D, runs as R
+from repq import driver as D, runs as R
 
 pytest.importorskip('distributed')
 ROOT = Path(__file__).parent.parent
 LIMIT = 30 + 15   # seconds until a message: 30, and this machine may be slow in starting Python
 
 
-def runs(steps=2, **kwargs):
+def runs(steps=2):
     "A parent and two children, cut off after a few steps"
     made = [R.super_resolution('smoke', 0, 'fp', block='plain'), R.super_resolution('smoke', 0, 'plain', 8), R.super_resolution('smoke', 0, 'plain', 4)]
     return R.limited(made, steps)

@@ -225,3 +225,13 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path, capsys, mon
     subprocess.run([sys.executable, '-c', code], env=env, check=True, stdout=subprocess.DEVNULL)
     assert ours() == [] and (tmp_path/'net.onnx').exists()
     assert not [p for p in (results/'smoke').rglob('.*') if p.is_file()], 'half-written files'
+
+
+def test_half_written_files_are_not_kept(tmp_path):
+    "What a killed kernel was about to write is not part of the result"
+    run, = R.limited([R.super_resolution('smoke', 0, 'fp', block='plain')], 1)
+    store = R.Store(tmp_path)
+    store.work(run).mkdir(parents=True)
+    (store.work(run)/'.checkpoint.safetensors.0a1b2c3d').write_bytes(b'half')
+    assert D.execute(run, tmp_path).state == 'done'
+    assert not [p.name for p in store.done(run).iterdir() if p.name.startswith('.')]
