@@ -28,7 +28,7 @@ from .kernel import fold_bn
 from .norm import STATISTICS
 from .branch import Conv
 from .layer import QuantLinear, Quantizable, RepConv2d, foldable, needs_symmetry, one_of
-from .quantizer import COLD, PARTLY, START_BATCHES, STARTS, QuantizerState, int_range
+from .quantizer import COLD, START_BATCHES, STARTS, QuantizerState, int_range
 from .models import RepNet, conversions, layer_bits, layers_of, rep_nets
 
 # %% ../nbs/09_qat.ipynb #786ae278
@@ -474,7 +474,6 @@ def merge(
                            f'{", ".join(cold)}. If they are used, {way}')
     net = copied(net).eval()
     for name, layer in quantizable_layers(net).items():
-        if layer.weight_quantizer is not None and layer.weight_quantizer.known.phase == PARTLY: layer.start_weights()
         merged = merge_layer(name, layer).eval()
         if not name: return merged
         replace_module(net, name, merged)

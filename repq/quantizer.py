@@ -371,7 +371,9 @@ class Grid(QuantizerState):
     def scale(self, ndim:int=4)->Tensor: # () or (channels, 1, 1, 1)
         "The step, projected to be positive, in a shape that fits a tensor of `ndim` dimensions"
         with torch.no_grad(): self.step.data.clamp_(min=self.floor).clamp_(max=largest_step(self))
-        return self.step if self.channels is None else self.step.view(-1, *[1]*(ndim - 1))
+        step = self.step
+        if self.known.phase == PARTLY: step = torch.where(self.waiting, step.detach()[~self.waiting].median(), step)
+        return step if self.channels is None else step.view(-1, *[1]*(ndim - 1))
 
     @torch.no_grad()
     def set_step(self,
@@ -403,7 +405,7 @@ def largest_step(grid:Grid)->float:
 @torch.no_grad()
 def codes(self:Grid, x:Tensor)->Tensor: # int32, the shape of x
     "The integers that stand for `x`"
-    if not self.ready: raise RuntimeError('the quantizer has no step yet: train some batches, or call initialize(x)')
+    if self.known.phase == COLD: raise RuntimeError('the quantizer has no step yet: train some batches, or call initialize(x)')
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (x.to(dtype)/self.scale(x.ndim).to(dtype)).clamp(self.qmin, self.qmax).round().to(torch.int32)
 
@@ -492,10 +494,10 @@ class Quantizer(Grid):
         return self.on_grid(x)
 
     def on_grid(self, x:Tensor)->Tensor:
-        "Quantize with the steps there are; channels without one, and a cold quantizer, leave numbers as they are"
+        "Quantize with the steps there are; in training, channels without one leave numbers as they are"
         phase = self.known.phase if self.enabled else COLD
         if phase == COLD: return x
-        if phase == READY: return self.quantize(x, self.scale(x.ndim))
+        if phase == READY or not self.training: return self.quantize(x, self.scale(x.ndim))
         waits = self.waiting.view(-1, *[1]*(x.ndim - 1))
         return torch.where(waits, x, self.quantize(x, torch.where(waits, 1., self.scale(x.ndim))))
 
