@@ -180,3 +180,28 @@ def test_bad_start():
     with pytest.raises(ValueError, match='NaN or infinity'): repq.quantize(network(), 4, 4)(images()*float('nan'))
     unsigned = RepConv2d(repq.branch.Conv(3, 4, 3)).quantize(4, 4, signed_input=False, start='batches')
     with pytest.raises(ValueError, match='negative numbers'): unsigned(images())
+
+
+def train_digits(net, dls, epochs, lr, *cbs):
+    from fastai.basics import CrossEntropyLossFlat, Learner, accuracy
+    import fastai.callback.all # fit_one_cycle
+    learn = Learner(dls, net, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_one_cycle(epochs, lr)
+        return learn.validate()[1]
+
+
+def test_two_bits_do_not_collapse(request, capsys):
+    "Short trainings of the start page's network at 2 bits; of 18 that began with the first batch, 4 ended at 15% or less"
+    seeds, found = range(6 if request.config.getoption('--slow') else 1), {}
+    for seed in seeds:
+        torch.manual_seed(seed)
+        dls = repq.data.digits_dls(batch_size=64, seed=seed)
+        parent = repq.models.repvgg_a0(n_classes=10, width=0.25, depth=0.25, small_input=True, in_channels=1)
+        assert train_digits(parent, dls, 6, 1e-2) > .9
+        for statistics in ('batch', 'estimate'):
+            torch.manual_seed(seed)
+            net = repq.quantize(copy.deepcopy(parent), 2, 2, statistics=statistics)
+            found[seed, statistics] = train_digits(net, dls, 3, 2e-3, repq.QAT(2, 2))
+    with capsys.disabled(): print('2 bits:', ', '.join(f'{a:.1%}' for a in found.values()))
+    assert min(found.values()) > .5, found
