@@ -109,7 +109,7 @@ def test_products_in_bfloat16_are_those_of_the_rows_that_say_so(monkeypatch):
         seen.clear()
         steps[name][name]()
         assert seen == [dtype]*6 and norm.products_in() is None, 'two norms in each of three blocks'
-    memory = bench.bench_memory('acnet', methods=('RepQ-BN', 'RepQ-BN, bfloat16'), **TINY)
+    memory = bench.bench_memory('acnet', methods=('RepQ-BN', 'RepQ-BN, bfloat16'), **TINY | dict(size=64))
     assert memory['saved MB']['QAT RepQ-BN, bfloat16'] != memory['saved MB']['QAT RepQ-BN']
 
 

@@ -1,5 +1,5 @@
 "What goes wrong is said in one line that helps: data, folders, tables, terminals, leftovers"
-import io, json, os, signal, struct, subprocess, sys, time, warnings, zipfile, zlib
+import io, json, os, signal, struct, subprocess, sys, tempfile, time, warnings, zipfile, zlib
 from pathlib import Path
 import numpy as np
 import pytest
@@ -205,8 +205,8 @@ if __name__ == '__main__':
 
 def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path, capsys, monkeypatch):
     "After a batch, after one that was killed and the next one, after an export"
-    temp, results = tmp_path/'tmp', tmp_path/'results'
-    temp.mkdir()
+    results, outer = tmp_path/'results', tempfile.TemporaryDirectory(prefix='r') # short: the address of a socket has 108 characters
+    temp = Path(outer.name)
     (tmp_path/'batch.py').write_text(LEFT)
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'TMPDIR': str(temp)}
     def batch(steps): return subprocess.Popen([sys.executable, str(tmp_path/'batch.py'), str(results), str(steps)], env=env, start_new_session=True, stdout=subprocess.DEVNULL)
