@@ -1,31 +1,47 @@
 "Quantization-aware training for re-parametrized networks: RepQ, RepQ-BN and RepQ-BNEst"
+import sys
 from importlib import import_module
+from ._lazy import Moved
 
 __version__ = "0.1.0"
 
-# Loaded when first used (PEP 562), so that `import repq.kernel` needs torch alone.
-_modules = ['testing', 'kernel', 'norm', 'branch', 'quantizer', 'weights', 'layer', 'blocks', 'models', 'data', 'qat', 'operators', 'deploy', 'graphs', 'official', 'saving', 'foreign', 'learner', 'parity', 'training', 'runs', 'cluster', 'driver', 'evidence', 'protocol', 'statements', 'verdicts', 'formats', 'tables', 'bench', 'cli']
-_names = dict(
-    kernel=['Kernel'],
-    norm=['statistics_in'],
-    branch=['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'],
-    quantizer=['LSQ', 'NoiseQuantizer', 'Quantizer', 'make_quantizer', 'use_compiled'],
-    layer=['RepConv2d'],
-    qat=['merge', 'parameter_groups', 'ptq', 'quantize', 'recalibrate'],
-    deploy=['export_onnx'],
-    official=['load_official'],
-    saving=['load', 'save'],
-    foreign=['convert'],
-    parity=['check_parity'],
-    learner=['QAT', 'QATDoctor'],
-)
+# Everything is loaded when first used, so that `import repq.algebra.kernel` needs torch alone.
+_names = {
+    'algebra.kernel': ['Kernel'],
+    'algebra.statistics': ['statistics_in'],
+    'algebra.branch': ['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'],
+    'quantization.lsq': ['LSQ', 'NoiseQuantizer', 'Quantizer', 'make_quantizer', 'use_compiled'],
+    'quantization.layer': ['RepConv2d'],
+    'quantization.network': ['merge', 'parameter_groups', 'ptq', 'quantize', 'recalibrate'],
+    'quantization.files': ['load', 'save'],
+    'adopt.foreign': ['convert'],
+    'adopt.official': ['load_official'],
+    'train.learner': ['QAT', 'QATDoctor'],
+    'deploy.export': ['export_onnx'],
+    'deploy.parity': ['check_parity'],
+}
+_rooms = ['tools', 'algebra', 'quantization', 'models', 'adopt', 'train', 'deploy', 'fast', 'reproduce', 'bench', 'cli']
+_shortcuts = {'blocks': 'models.blocks', 'data': 'train.data'}
+_moved = {  # of version 0.1; these names go with 0.3
+    'testing': 'tools.testing', 'files': 'tools.files', 'kernel': 'algebra.kernel', 'norm': 'algebra.statistics',
+    'branch': 'algebra.branch', 'quantizer': 'quantization.lsq', 'layer': 'quantization.layer',
+    'qat': 'quantization.network', 'saving': 'quantization.files', 'graphs': 'adopt.regions',
+    'foreign': 'adopt.foreign', 'official': 'adopt.official', 'learner': 'train.learner',
+    'operators': 'deploy.operators', 'parity': 'deploy.parity', 'small': 'fast.small_maps', 'few': 'fast.separable',
+    'native': 'fast.native', 'weights': 'fast.weights', 'measuring': 'bench.timing',
+    **{name: f'reproduce.{name}' for name in (
+        'records', 'training', 'runs', 'driver', 'cluster', 'verify', 'evidence', 'protocol', 'statements', 'verdicts',
+        'formats', 'tables')}}
+
+sys.meta_path.insert(0, Moved(*({f'{__name__}.{old}': f'{__name__}.{new}' for old, new in names.items()}
+                                for names in (_shortcuts, _moved))))
 _home = {name: module for module, names in _names.items() for name in names}
-__all__ = [*_modules, *_home]
+__all__ = [*_rooms, *_shortcuts, *_home]
 
 
 def __getattr__(name):
-    if name in _modules: return import_module(f'repq.{name}')
-    if name in _home: return getattr(import_module(f'repq.{_home[name]}'), name)
+    if name in _home: return getattr(import_module(f'{__name__}.{_home[name]}'), name)
+    if name in (*_rooms, *_shortcuts, *_moved): return import_module(f'{__name__}.{name}')
     raise AttributeError(f'repq has no {name!r}; it has {", ".join(sorted(__all__))}')
 
 

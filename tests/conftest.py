@@ -1,8 +1,9 @@
 "Options, and the count of random expressions in the closing summary"
-import json, os, tempfile
+import json, os, sys, tempfile
 from pathlib import Path
 import pytest, torch
 
+sys.path[:0] = [str(p) for p in (Path(__file__).parent, *sorted(Path(__file__).parent.glob('[a-z]*/')))]   # what tests share
 torch.set_num_threads(1)   # small tensors, and several test processes on few cores
 
 

@@ -1,9 +1,9 @@
 "Records as the experiments write them, with made-up numbers, for tests of tables and report"
 import random
-from repq import runs
-from repq.files import seal, sha256, write_json
-from repq.records import METHOD, WEIGHTS
-from repq.evidence import listing
+from repq.reproduce import runs
+from repq.tools.files import seal, sha256, write_json
+from repq.reproduce.records import METHOD, WEIGHTS
+from repq.reproduce.evidence import listing
 
 ACCURACY = {'plain': .90, 'merged': .91, 'repq': .93, 'ptq': .89, 'fp': .92}
 COST = {32: 1024, 8: 64, 4: 16.2, 2: 4.6}   # bit-operations for one multiplication

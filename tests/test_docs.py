@@ -350,7 +350,7 @@ def shell_lines():
 
 def test_commands_exist(capsys):
     "Each `repq ...` is one that the command line takes, each `make ...` a target"
-    from repq.cli import make_parser
+    from repq.cli.command import make_parser
     targets, seen = set(re.findall(r'^([a-z]+):', (ROOT/'Makefile').read_text(), re.M)), set()
     for name, words in shell_lines():
         if words[0] == 'make': assert {w for w in words[1:] if '=' not in w} <= targets, f'{name}: {" ".join(words)}'

@@ -1,0 +1,7 @@
+"Writing files whole, asserting that two things are the same, drawing"
+from repq._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    files=['write_json', 'write_whole'],
+    testing=['assert_same'])

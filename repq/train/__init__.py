@@ -1,0 +1,7 @@
+"Data, fastai callbacks"
+from repq._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    data=[],
+    learner=['QAT', 'QATDoctor'])

@@ -1,0 +1,374 @@
+"What lies on disk is not believed: damaged, malformed, linked and foreign files; records computed again"
+import contextlib, copy, io, json, os, random, resource, shutil, signal, subprocess, sys, time, warnings
+from dataclasses import replace
+from pathlib import Path
+import pytest
+from records import all_runs, metrics_of, write_all, write_failure, write_run
+from repq.reproduce import driver as D, records, runs as R, tables
+from repq.cli.command import main
+from repq.tools.files import seal, write_json
+from repq.reproduce.records import WEIGHTS, Corrupt, read_record
+from test_runs import ROOT, family, long_family, results, start, undisturbed, wait_for
+from conftest import PROVEN
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+
+
+# -- malformed files and flipped bits
+
+STRANGE = [None, True, -1, 0, 1e308, 10**400, 'x', '', '\ud800', '\x1b[31m', [], {}, [[]], {'a': None}, 'a'*300_000, 1e-320, -0., [1]*1000]
+
+def places(value, path=()):
+    "Every place in a JSON value"
+    yield path
+    for k, v in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else (): yield from places(v, (*path, k))
+
+
+def malformed(value, r):
+    "A JSON text with one thing wrong in it, and whether it is sealed"
+    value, path = copy.deepcopy(value), r.choice(list(places(value))[1:])
+    inner = value
+    for k in path[:-1]: inner = inner[k]
+    kind = r.choice(['replace']*6 + ['remove', 'deep', 'text', 'constant', 'whole'])
+    if kind == 'replace': inner[path[-1]] = r.choice(STRANGE)
+    if kind == 'remove': del inner[path[-1]]
+    if kind == 'deep':
+        inner[path[-1]] = deep = []
+        for _ in range(r.choice([13, 60, 400])): deep.append([]); deep = deep[0]
+    if 'spec' in value and r.random() < .8 and records.record_misfit(value): # a seal that fits what has not the shape
+        with contextlib.suppress(ValueError): value = seal(value)
+    text = json.dumps(value)
+    if kind == 'text': text = text[:r.randrange(len(text))]
+    if kind == 'constant': text = text.replace('0.', r.choice(['NaN', '1e999', '-Infinity', '9'*5000 + '.']), 1)
+    if kind == 'whole': text = r.choice(['', 'null', '7', '[]', '"x"', '['*100_000, '{"a":'*2000, '\x00', '{}'])
+    return text.encode('utf-8', 'surrogatepass')
+
+
+def numbers(root):
+    "What tables show, by place, and the states of all runs"
+    found = tables.Results('smoke', root, 1)
+    return {a: found.measured(a).values for a in found.cells}, [found.look(r) for r in found.runs]
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory): return write_all(tmp_path_factory.mktemp('whole'), images=1)
+
+
+def check_unharmed(root, before, runs, counts):
+    "No traceback, and every number is the one of before or not there; what is wrong is named"
+    values, found = numbers(root)
+    for address, v in values.items(): assert v in (before[address], {}), address
+    for r in runs:
+        f = R.Store(root, 'smoke').look(r)
+        counts[f.state] = counts.get(f.state, 0) + 1
+        assert f.state in ('done', 'corrupt', 'collapsed', 'failed', 'interrupted', 'missing') and (f.why or f.state == 'done')
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        assert main(['status', '--results', str(root), '--all']) in (0, 1) and main(['tables', '--results', str(root), '--claims', '--write']) in (0, 1)
+    assert 'Traceback' not in out.getvalue() and '\x1b' not in out.getvalue()
+
+
+def test_malformed_files(whole, tmp_path):
+    "500 records, batch and failure files with one thing wrong: none ends in a traceback, none changes a number"
+    def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss # kB, of all tests that this process ran
+    before, runs, counts, made, memory = numbers(whole)[0], all_runs('smoke'), {}, 0, peak()
+    for turn in range(500//50):
+        r, root = random.Random(turn), tmp_path/str(turn)
+        shutil.copytree(whole, root)
+        store, chosen = R.Store(root, 'smoke'), r.sample(runs, 40)
+        for run in chosen[:36]:
+            path = store.done(run)/'record.json'
+            path.write_bytes(malformed(json.loads(path.read_text()), r))
+        for run in chosen[36:]:
+            shutil.rmtree(store.done(run))
+            write_failure(root, run, 'out of memory')
+            path = store.work(run)/'failed.json'
+            path.write_bytes(malformed(json.loads(path.read_text()), r))
+        for _ in range(10):
+            (store.folder/'batch.json').write_bytes(malformed(dict(seeds=1, workers=2, started='now', seconds=3., tables=['2']), r))
+            assert store.manifest().get('seeds', 1) in range(1, R.MOST_SEEDS + 1)
+        (store.folder/'batch.json').unlink()
+        check_unharmed(root, before, chosen, counts)
+        made += 50
+        shutil.rmtree(root)
+    assert made == 500 and counts['corrupt'] > 250 and peak() < max(2*2**20, memory + 2**18)
+    PROVEN['malformed records, batch and failure files'] = f'{made}, of the records {counts}'
+
+
+def test_flipped_bits_in_records(whole, tmp_path):
+    "250 records with one flipped bit: noticed, or of no consequence"
+    before, runs, counts, made = numbers(whole)[0], all_runs('smoke'), {}, 0
+    for turn in range(5):
+        r, root = random.Random(1000 + turn), tmp_path/str(turn)
+        shutil.copytree(whole, root)
+        chosen = [r.choice(runs) for _ in range(50)]
+        for run in set(chosen):
+            path = R.Store(root, 'smoke').done(run)/'record.json'
+            data = bytearray(path.read_bytes())
+            data[r.randrange(len(data))] ^= 1 << r.randrange(8)
+            path.write_bytes(data)
+        check_unharmed(root, before, set(chosen), counts)
+        made += len(set(chosen))
+        shutil.rmtree(root)
+    while made < 250: # those that were drawn twice
+        run, made = r.choice(runs), made + 1
+        path = whole/'smoke'/run.id/'record.json'
+        good = path.read_bytes()
+        data = bytearray(good)
+        data[r.randrange(len(data))] ^= 1 << r.randrange(8)
+        path.write_bytes(data)
+        try:
+            f = R.Store(whole, 'smoke').look(run)
+            assert f.state == 'corrupt' or f.record == json.loads(good)
+            counts[f.state] = counts.get(f.state, 0) + 1
+        finally: path.write_bytes(good)
+    PROVEN['flipped bits in records'] = f'{made}: {counts}'
+
+
+def test_flipped_bits_in_checkpoints(tmp_path):
+    "250 files of tensors with one flipped bit: refused, or the same tensors"
+    import torch
+    from repq.reproduce.training import load_tensors, save_tensors
+    torch.manual_seed(0)
+    tensors = {f'net.{i}': torch.randn(4, 5) for i in range(6)} | {'random': torch.get_rng_state()}
+    path = save_tensors(tmp_path/'checkpoint.safetensors', tensors, dict(epochs=2, history=[dict(epoch=1, metric=.5)]))
+    good, r, refused = path.read_bytes(), random.Random(0), 0
+    for i in range(250):
+        data = bytearray(good)
+        data[r.randrange(len(data) if i % 2 else 900)] ^= 1 << r.randrange(8)
+        path.write_bytes(data)
+        try: again, about = load_tensors(path)
+        except Corrupt as e: refused += 1; assert 'checkpoint.safetensors is damaged' in str(e)
+        else: assert about == dict(epochs=2, history=[dict(epoch=1, metric=.5)]) and all(torch.equal(t, again[n]) for n, t in tensors.items())
+    assert refused > 240
+    PROVEN['flipped bits in checkpoints'] = f'250, {refused} refused'
+
+
+@pytest.mark.parametrize('seeds', ['100000000', '0', '101', '9'*400, '-3'])
+def test_seeds_have_a_limit(tmp_path, seeds, capsys):
+    assert main(['reproduce', '--dry-run', '--seeds', seeds, '--results', str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert 'from 1 to 100' in err or 'a positive number is needed' in err or 'expected one argument' in err
+
+
+# -- links
+
+def test_links_that_lead_out_are_refused(whole, tmp_path):
+    "A picture, a notebook, weights, a record, a whole folder"
+    secret = tmp_path/'secret'
+    secret.mkdir()
+    for i, name in enumerate(('crop.png', 'notebook.ipynb', WEIGHTS, 'record.json', '')):
+        root, run = tmp_path/str(i), next(r for r in all_runs('smoke') if r.task == 'super_resolution')
+        shutil.copytree(whole, root)
+        folder = write_run(root, run, metrics_of(run, images=1), pictures={'crop.png': b'picture'})
+        if name:
+            (folder/name).rename(secret/'file')
+            (folder/name).symlink_to(secret/'file')
+        else:
+            shutil.move(folder, secret/'folder')
+            folder.symlink_to(secret/'folder')
+        f = R.Store(root, 'smoke').look(run)
+        assert f.state == 'corrupt' and 'leads out of its folder' in f.why, name
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    "The notebook of a run under way, its lock, its claim and its folder point at files elsewhere: those stay as they are"
+    run, precious = family()[0], tmp_path/'precious'
+    for name in ('notebook.ipynb', 'lock', 'claim'):
+        root = tmp_path/name
+        store = R.Store(root, 'smoke')
+        store.work(run).mkdir(parents=True)
+        precious.write_text('mine')
+        (store.claim(run) if name == 'claim' else store.work(run)/name).symlink_to(precious)
+        o = D.execute(run, root)
+        assert o.state == 'failed' and 'leads out of its folder' in o.why and precious.read_text() == 'mine', (name, o)
+
+
+# -- batches
+
+def test_a_report_cannot_end_a_batch(undisturbed, tmp_path, capsys):
+    shutil.copytree(undisturbed[0], tmp_path/'results')
+    runs = family()
+    for r in runs[1:]: shutil.rmtree(tmp_path/'results'/'smoke'/r.id)
+    def report(batch): raise KeyError('metrics')
+    batch = D.run_batch(runs, tmp_path/'results', workers=1, live=False, on_change=report)
+    assert {o.state for o in batch.outcomes.values()} == {'done'} and capsys.readouterr().out.count('the report could not be written (KeyError') == 1
+
+
+SCRIPT = '''
+import sys
+print('the script runs', flush=True)
+sys.path.insert(0, sys.argv[1])
+from tests.test_runs import family
+from repq.reproduce.driver import run_batch
+batch = run_batch(family()[:1], sys.argv[2], workers=1, live=False)
+print([o.state for o in batch.outcomes.values()])
+'''
+
+def test_a_script_without_main_guard(tmp_path):
+    "The script is not run again inside the kernels"
+    (tmp_path/'script.py').write_text(SCRIPT)
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run([sys.executable, str(tmp_path/'script.py'), str(ROOT), str(tmp_path/'results')], env=env, capture_output=True, text=True, timeout=300)
+    assert "['done']" in done.stdout and (done.stdout + done.stderr).count('the script runs') == 1, done
+
+
+def killed(root, times):
+    "A batch whose kernel is killed so many times, each time after an epoch"
+    driver, store, run, pids = start(root, runs=long_family), R.Store(root, 'smoke'), long_family()[0], []
+    for _ in range(times):
+        def kernel():
+            pid = R.read_progress(store.work(run)).get('pid')
+            return pid if pid and pid not in pids and (store.work(run)/'checkpoint.safetensors').exists() else None
+        wait_for(kernel, what='a kernel')
+        pids.append(kernel())
+        os.kill(pids[-1], signal.SIGKILL)
+    out = driver.communicate(timeout=300)[0]
+    return driver.returncode, out, store.look(run)
+
+
+def test_a_killed_kernel_is_tried_again(tmp_path):
+    status, out, found = killed(tmp_path/'results', 1)
+    assert status == 0 and found.state == 'done' and 'its kernel died and was started again' in out and found.record['time']['sessions'] == 2
+    assert [s['first'] for s in found.record['segments']][0] == 0 and len(found.record['segments']) == 2
+
+
+def test_a_kernel_that_dies_thrice_is_reported(tmp_path):
+    status, out, found = killed(tmp_path/'results', 3)
+    assert status == 1 and found.state == 'failed' and 'Kernel died' in found.why and 'tried 3 times' in found.why
+
+
+# -- weights, checkpoints, rates
+
+def test_children_of_altered_weights_are_refused(undisturbed, tmp_path):
+    "Altered between the look of the driver and the load of the notebook: the load itself looks"
+    from repq.reproduce.training import full_precision_network, load_parent
+    parent = tmp_path/family()[0].id
+    shutil.copytree(undisturbed[0]/'smoke'/family()[0].id, parent)
+    net = full_precision_network('ecbsr', 'plain', blocks=4, channels=8, scale=2)
+    load_parent(net, parent)
+    data = bytearray((parent/WEIGHTS).read_bytes())
+    data[-3] ^= 1
+    (parent/WEIGHTS).write_bytes(data)
+    with pytest.raises(ValueError, match='its hash is not the one in the record'): load_parent(net, parent)
+
+
+def trained(folder, epochs=2, **kwargs):
+    import torch
+    import torch.nn.functional as F
+    from fastai.metrics import accuracy
+    from repq.data import digits_dls
+    from repq.reproduce.training import Workspace, fit, full_precision_network
+    torch.manual_seed(0)
+    net = full_precision_network('repvgg_a0', 'repvgg', 'batch', width=1/8, depth=1/4, small_input=True, in_channels=1, n_classes=10)
+    with Workspace(folder) as work: return fit(net, digits_dls(), F.cross_entropy, accuracy, work, epochs, kwargs.pop('lr', .05), **kwargs)
+
+
+def test_a_damaged_checkpoint_is_set_aside(tmp_path, capsys):
+    "A flipped bit: named, kept, and the training starts again and ends as if nothing had been"
+    whole = trained(None)
+    trained(tmp_path, max_steps=30)
+    path = tmp_path/'checkpoint.safetensors'
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 4
+    path.write_bytes(data)
+    again = trained(tmp_path)
+    assert again.history == whole.history and again.losses == whole.losses and len(again.losses) == 5 and again.sessions == 1
+    assert 'starting again: the checkpoint could not be used' in capsys.readouterr().out and len(list((tmp_path/'.corrupt').iterdir())) == 1
+
+
+@pytest.mark.parametrize('what', ['processor', 'torch', 'ready'])
+def test_on_another_machine_a_training_starts_again(tmp_path, monkeypatch, capsys, what):
+    from repq.reproduce import training
+    trained(tmp_path, max_steps=30)
+    there = training.origin
+    monkeypatch.setattr(training, 'origin', lambda work: there(work) | {what: dict(name='another', instructions='0') if what == 'processor' else 'another'})
+    again = trained(tmp_path)
+    assert again.sessions == 1 and len(again.history) == 2 and len(again.segments) == 1 and again.segments[0]['first'] == 0
+    assert 'starting again: ' in capsys.readouterr().out and 'another' in again.restarts[0]
+
+
+@pytest.mark.parametrize('rates', [dict(lr=0), dict(lr=-.1), dict(lr=float('nan')), dict(lr=.1, step_lr=0., bits=8), dict(lr=0, bits=4)])
+def test_rates_that_train_nothing(rates):
+    with pytest.raises(ValueError, match='lr must be a number above 0, got'): trained(None, **rates)
+
+
+# -- records computed again
+
+def test_verify(undisturbed, tmp_path, capsys):
+    "All that a batch has left is what this code gives; what was changed, with a seal that fits, is found and named"
+    root = tmp_path/'results'
+    shutil.copytree(undisturbed[0], root)
+    assert main(['verify', '--results', str(root)]) == 0
+    out = capsys.readouterr().out
+    assert '3 records: 3 done, 0 differs, 0 unverified' in out and out.count('5 losses equal; psnr equal') == 3
+    parent, child, other = (root/'smoke'/r.id for r in family())
+    def change(folder, f):
+        record = json.loads((folder/'record.json').read_text())
+        f(record)
+        write_json(folder/'record.json', seal(record))
+    change(child, lambda r: r['probe']['losses'].__setitem__(2, (0.125).hex()))
+    change(other, lambda r: r['probe']['metrics'].update(psnr=(40.).hex()))
+    assert main(['verify', '--results', str(root)]) == 1
+    out = capsys.readouterr().out
+    assert 'the loss of step 3 was 0.125, and is' in out and 'psnr of the stored weights was 40.0, and is' in out and '1 done, 2 differs, 0 unverified' in out
+    assert main(['verify', '--results', str(root), '--id', family()[0].id]) == 0 and '1 records: 1 done' in capsys.readouterr().out
+    (parent/'notebook.ipynb').write_text('{}')
+    assert main(['verify', '--results', str(root), '--id', 'fp']) == 1 and 'corrupt: notebook.ipynb is not the file' in capsys.readouterr().out
+    assert main(['verify', '--results', str(root), '--id', 'nonsense']) == 1 and "has 'nonsense' in its name" in capsys.readouterr().err
+
+
+def test_verify_elsewhere(undisturbed, tmp_path, capsys):
+    "Made on another processor: close is enough, and far is not; without the parent's weights only the metric is left"
+    root = tmp_path/'results'
+    shutil.copytree(undisturbed[0], root)
+    parent, child, other = (root/'smoke'/r.id for r in family())
+    def change(folder, factor):
+        record = json.loads((folder/'record.json').read_text())
+        for s in record['segments']: s['processor']['name'] = 'another'
+        record['probe']['losses'] = [(factor*float.fromhex(x)).hex() for x in record['probe']['losses']]
+        write_json(folder/'record.json', seal(record))
+    change(child, 1.01)
+    change(other, 1.2)
+    assert main(['verify', '--results', str(root), '--id', 'bit']) == 1
+    out = capsys.readouterr().out
+    assert 'close (the processor was another' in out and 'at most 0.05 is allowed' in out and '1 done, 1 differs' in out
+    shutil.rmtree(parent)
+    assert main(['verify', '--results', str(root), '--id', child.name]) == 0
+    assert f'psnr close' in (out := capsys.readouterr().out) and f'not checked: its parent {parent.name} is not there' in out
+
+
+def smoke_runs(slow):
+    "One RepVGG and one ECBSR with their parents; with --slow all"
+    every = [r for r in R.graph(R.cells('smoke')) if r.task != 'time']
+    if slow: return every
+    chosen = [R.classifier('smoke', 0, 'RepVGG-A0', 'repq', 'batch', 4), R.super_resolution('smoke', 0, 'repq', 4)]
+    return [r for c in chosen for r in (c.parent, c)]
+
+
+def test_smoke_runs_twice(tmp_path, request):
+    "From the first step to the last, in two batches: equal to the bit, and none has collapsed"
+    runs = smoke_runs(request.config.getoption('--slow'))
+    found = []
+    for name in ('one', 'two'):
+        batch = D.run_batch(runs, tmp_path/name, workers=2, live=False)
+        assert {o.state for o in batch.outcomes.values()} == {'done'}, [o for o in batch.outcomes.values() if o.state != 'done']
+        found.append({r.id: read_record(tmp_path/name/'smoke'/r.id, weights=True) for r in runs})
+    for id, record in found[0].items():
+        for k in ('metrics', 'history', 'weights', 'probe', 'spec', 'path'): assert record[k] == found[1][id][k], (id, k)
+    if not request.config.getoption('--slow'): assert main(['verify', '--results', str(tmp_path/'one')]) == 0
+
+
+def test_killed_at_random_moments(undisturbed, tmp_path, request):
+    "Whenever the driver is killed, the next one ends as if nothing had happened; with --slow at 20 moments"
+    r, n = random.Random(0), 20 if request.config.getoption('--slow') else 1
+    for i in range(n):
+        (tmp_path/str(i)).mkdir()
+        root = tmp_path/str(i)/'results'
+        driver = start(root)
+        time.sleep(3 + 20*r.random())
+        driver.kill()
+        driver.wait()
+        again = start(root)
+        out = again.communicate(timeout=300)[0]
+        assert again.returncode == 0 and results(root) == undisturbed[1], out
+    PROVEN['drivers killed at random moments'] = n
