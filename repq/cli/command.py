@@ -225,7 +225,7 @@ def export_source(args)->int:
     from pathlib import Path
     from repq.deploy.export import export_onnx
     from repq.tools.files import write_whole
-    from repq.reproduce.runs import data_of, load_network
+    from repq.reproduce.training import data_of, load_network
     if args.batches and not args.check: raise ValueError('--batches says how much to check, and --check is missing: give both, or neither')
     net, run = load_network(args.source)
     if args.check and run['bits'] == 32: raise ValueError('--check compares integers, and this network is in full precision: leave --check away, or export a quantized run')

@@ -3,6 +3,7 @@ from repq._lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
+    recipes=[],
     records=[],
     training=[],
     runs=[],

@@ -13,7 +13,7 @@ import repq
 from conftest import PROVEN
 from repq.cli.command import main
 from repq.deploy.export import onnx_session, run_outputs
-from repq.reproduce.runs import data_of
+from repq.reproduce.training import data_of
 from repq.tools.testing import randomize_bn
 from repq.reproduce.records import to_words
 from repq.reproduce.training import full_precision_network, quantized_network, save_tensors
