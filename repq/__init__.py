@@ -1,7 +1,6 @@
 "Quantization-aware training for re-parametrized networks: RepQ, RepQ-BN and RepQ-BNEst"
-import sys
 from importlib import import_module
-from ._lazy import Moved
+from ._lazy import forward
 
 __version__ = "0.1.0"
 
@@ -21,20 +20,20 @@ _names = {
     'deploy.parity': ['check_parity'],
 }
 _rooms = ['tools', 'algebra', 'quantization', 'models', 'adopt', 'train', 'deploy', 'fast', 'reproduce', 'bench', 'cli']
-_shortcuts = {'blocks': 'models.blocks', 'data': 'train.data'}
-_moved = {  # of version 0.1; these names go with 0.3
+_shortcuts = ['blocks', 'data']
+_moved = {   # modules of version 0.1 -> where their names are now, most of them first
     'testing': 'tools.testing', 'files': 'tools.files', 'kernel': 'algebra.kernel', 'norm': 'algebra.statistics',
     'branch': 'algebra.branch', 'quantizer': 'quantization.lsq', 'layer': 'quantization.layer',
-    'qat': 'quantization.network', 'saving': 'quantization.files', 'graphs': 'adopt.regions',
+    'qat': 'quantization.network reproduce.recipes', 'saving': 'quantization.files', 'graphs': 'adopt.regions',
     'foreign': 'adopt.foreign', 'official': 'adopt.official', 'learner': 'train.learner',
     'operators': 'deploy.operators', 'parity': 'deploy.parity', 'small': 'fast.small_maps', 'few': 'fast.separable',
-    'native': 'fast.native', 'weights': 'fast.weights', 'measuring': 'bench.timing',
-    **{name: f'reproduce.{name}' for name in (
-        'records', 'training', 'runs', 'driver', 'cluster', 'verify', 'evidence', 'protocol', 'statements', 'verdicts',
-        'formats', 'tables')}}
+    'native': 'fast.native', 'weights': 'fast.weights', 'measuring': 'bench.timing', 'records': 'reproduce.records',
+    'training': 'reproduce.training', 'runs': 'reproduce.runs reproduce.training', 'driver': 'reproduce.driver',
+    'cluster': 'reproduce.cluster', 'verify': 'reproduce.verify', 'evidence': 'reproduce.evidence',
+    'protocol': 'reproduce.protocol', 'statements': 'reproduce.statements', 'verdicts': 'reproduce.verdicts',
+    'formats': 'reproduce.formats', 'tables': 'reproduce.tables'}
 
-sys.meta_path.insert(0, Moved(*({f'{__name__}.{old}': f'{__name__}.{new}' for old, new in names.items()}
-                                for names in (_shortcuts, _moved))))
+forward({f'{__name__}.{old}': [f'{__name__}.{new}' for new in now.split()] for old, now in _moved.items()})
 _home = {name: module for module, names in _names.items() for name in names}
 __all__ = [*_rooms, *_shortcuts, *_home]
 

@@ -1,14 +1,25 @@
-"Names that are loaded when they are first used (PEP 562), and modules that have moved"
+"Names that are loaded when they are first used (PEP 562), and names that have moved"
 # plain Python: nothing to teach
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from warnings import warn
+
+
+def find_moved(package:str, name:str, modules, told:bool=False):
+    "A name that `package` had before, from the first of some modules that has it; `told`: without a warning"
+    for module in modules:
+        if name.startswith('_') or not hasattr(import_module(module), name): continue
+        if not told: warn(f'{package}.{name} is now {module}.{name}; the old name goes with 0.3', DeprecationWarning, 3)
+        return getattr(import_module(module), name)
+    raise AttributeError(f'{package} has no {name!r}')
 
 
 def lazy(
     package:str, # its dotted name
+    moved=(),    # modules with names that the package showed in version 0.1, when it was a single module
     **names      # module of the package -> names to show from it
 )->tuple: # __getattr__, __dir__, __all__
     "What a package's `__init__` needs to show names of its modules without loading them"
@@ -18,25 +29,36 @@ def lazy(
     def __getattr__(name):
         if name in home: return getattr(import_module(f'{package}.{home[name]}'), name)
         if name in names: return import_module(f'{package}.{name}')
-        raise AttributeError(f'{package} has no {name!r}; it has {", ".join(everything)}')
+        try: return find_moved(package, name, moved)
+        except AttributeError as e: raise AttributeError(f'{e}; it has {", ".join(everything)}') from None
 
     return __getattr__, lambda: everything, everything
 
 
-class Moved(MetaPathFinder, Loader):
-    "Finds modules under another name; with a warning where that name will go"
-    def __init__(self, silent:dict, deprecated:dict): self.silent, self.deprecated = silent, deprecated
+class OldModule(ModuleType):
+    "A module of version 0.1, which shows its names where they are now"
+    def __getattr__(self, name):
+        main = import_module(self._modules[0])
+        if name == '__all__': return [n for m in self._modules for n in import_module(m).__all__]
+        return find_moved(self.__name__, name, self._modules, told=hasattr(main, name))
 
+
+class Moved(MetaPathFinder, Loader):
+    "Finds modules under the names that they had in version 0.1, with a warning"
+    def __init__(self, modules:dict): self.modules = modules   # old name -> where its names are now, most of them first
     def find_spec(self, fullname, path=None, target=None):
-        known = fullname in self.silent or fullname in self.deprecated
-        return ModuleSpec(fullname, self) if known else None
+        return ModuleSpec(fullname, self) if fullname in self.modules else None
 
     def create_module(self, spec):
-        name = self.silent.get(spec.name) or self.deprecated[spec.name]
-        if spec.name in self.deprecated:
-            warn(f'{spec.name} is now {name}; the old name goes with the next release', DeprecationWarning, 2)
-        module = import_module(name)
-        self.own = module.__spec__
+        now = self.modules[spec.name]
+        warn(f'{spec.name} is now {now[0]}; the old name goes with 0.3', DeprecationWarning, 2)
+        module = OldModule(spec.name)
+        module._modules = now
         return module
 
-    def exec_module(self, module): module.__spec__ = self.own   # the import system has put its own there
+    def exec_module(self, module): pass   # its names are looked up when they are asked for
+
+
+def forward(modules:dict): # old name -> names of modules
+    "Let modules be found under old names"
+    sys.meta_path.insert(0, Moved(modules))

@@ -8,9 +8,8 @@ __all__ = ['PEERS', 'QUANTIZER_TARGETS', 'METHODS', 'LAYOUTS', 'LATE', 'LARGE', 
            'brevitas_quantizer', 'torchao_quantizer', 'find_peers', 'quantizer_candidates', 'bench_quantizer',
            'methods_for', 'as_trained', 'compared_networks', 'step_networks', 'training_step', 'at_step', 'in_bfloat16',
            'candidate_steps', 'long_run', 'compose_rows', 'backward_flops', 'multiplications', 'count_steps',
-           'measure_steps', 'Setting', 'step_targets', 'paper_ratios', 'bench_step', 'step_memory', 'bench_memory',
-           'branch_chain', 'growth_point', 'bench_growth', 'growth_figure', 'kernel_share', 'deployed_files',
-           'bench_deploy']
+           'measure_steps', 'Setting', 'step_targets', 'bench_step', 'step_memory', 'bench_memory', 'branch_chain',
+           'growth_point', 'bench_growth', 'growth_figure', 'kernel_share', 'deployed_files', 'bench_deploy']
 
 # %% ../../nbs/bench/2_cases.ipynb #ef0666e8
 import copy, gc, json, tempfile
@@ -313,13 +312,6 @@ def step_targets(setting:Setting, table:pd.DataFrame)->dict: # row -> (must, aim
         found['QAT RepQ-calibrated'] = (table.relative['QAT RepQ-calibrated'] - more + MORE_CALIBRATED,)*2
     return found
 
-def paper_ratios(setting:Setting, rows)->list:
-    "What Table 4 of the paper has for these rows (ResNet-18, two V100); None where it has nothing"
-    from repq.reproduce.evidence import paper_value
-    name = {('resnet18', 'acnet'): 'ACNets', ('resnet18', 'orepa'): 'OREPA'}.get(setting[:2])
-    found = [name and paper_value(('4', (name,), row)) for row in rows]
-    return [v and v/100 for v in found]
-
 # %% ../../nbs/bench/2_cases.ipynb #c27ecdb1
 def bench_step(
     block:str='acnet',
@@ -330,13 +322,14 @@ def bench_step(
     model:str='resnet18',      # a key of `repq.models.MODELS`
     layout:str='channels-last', # or 'contiguous': of the candidates; plain networks have both
     on_round=None,             # of `interleaved`
+    paper:dict=None,           # row -> what the paper has there, to stand beside it
     **kwargs                   # of `step_networks`
 )->pd.DataFrame: # a row for each candidate
     "Training steps that take turns; relative to plain training in full precision, and to plain QAT"
     setting, device = Setting(model, block, size, batch, kwargs.get('width', 1.)), best_device()
     x, y = torch.randn(batch, 3, size, size, device=device), torch.randint(n_classes, (batch,), device=device)
     table = measure_steps(step_networks(block, model, n_classes=n_classes, **kwargs), x, y, rounds, layout, on_round)
-    table['paper'] = pd.Series(paper_ratios(setting, table.index), table.index, dtype=float)
+    table['paper'] = pd.Series(paper or {}, table.index, dtype=float)
     standard = n_classes == 1000 and set(kwargs) <= {'methods', 'width', 'bits'} and kwargs.get('bits', 4) == 4
     judge(table, step_targets(setting, table) if standard else {}, table.relative)
     table.attrs.update(setting=setting._asdict(), title=setting.title)

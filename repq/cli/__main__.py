@@ -1,4 +1,5 @@
 "`python -m repq.cli` is `repq`"
+# plain Python: it only calls the command
 import sys
 from repq.cli.command import main
 

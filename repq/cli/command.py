@@ -135,7 +135,10 @@ def bench_settings(args, what:str, measure, **figure)->int: # exit status
 def bench_steps(args)->int:
     "Measure training steps"
     from repq.bench.cases import bench_step
-    return bench_settings(args, 'step', lambda **kwargs: bench_step(rounds=rounds_of(args), **kwargs))
+    from repq.reproduce.evidence import paper_times
+    def measure(model, block, **kwargs):
+        return bench_step(block, rounds_of(args), model=model, paper=paper_times(model, block), **kwargs)
+    return bench_settings(args, 'step', measure)
 
 def bench_memories(args)->int:
     "Measure memory of training steps"

@@ -270,7 +270,8 @@ BN_OVERHEAD = dict(batch=1.3*1.95, estimate=1.3*1.5, calibrated=1.3*1.5, sampled
 def macs_of(model:str, size:tuple)->int:
     "Multiplications of a merged network for one input"
     import torch
-    from repq.models.networks import build_model, cost
+    from repq.models.costs import cost
+    from repq.models.networks import build_model
     with torch.device('meta'): net = build_model(model, block='plain')
     return cost(net.to_empty(device='cpu'), size).macs
 

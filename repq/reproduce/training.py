@@ -36,7 +36,8 @@ from ..fast.native import library
 from ..fast.weights import paths_taken, reset_paths
 from ..algebra.branch import Conv, Norm
 from ..quantization.layer import RepConv2d, one_of
-from ..models.networks import build_model, cost
+from ..models.networks import build_model
+from ..models.costs import cost
 from ..quantization.network import STRATEGIES, quantizable_layers, quantize, recalibrate, set_statistics
 from ..train.learner import QAT, variance_error
 from ..quantization.lsq import use_compiled

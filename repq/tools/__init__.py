@@ -1,7 +1,8 @@
-"Writing files whole, asserting that two things are the same, drawing"
+"Writing files whole, asserting that two things are the same, things by name"
 from repq._lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     files=['write_json', 'write_whole'],
-    testing=['assert_same'])
+    testing=['assert_same'],
+    registry=['Registry'])

@@ -29,7 +29,7 @@ from fastai.torch_core import get_model, rank_distrib
 from ..algebra.statistics import STATISTICS, Calibration
 from ..quantization.lsq import STARTS, Quantizer, QuantizerState, families, make_quantizer, several_processes
 from ..quantization.layer import Quantizable, RepConv2d, one_of
-from ..models.networks import layer_bits, set_mode
+from ..quantization.bits import layer_bits, set_mode
 from ..quantization.network import name_quantizers, quantizable_layers, quantize, set_bits, set_statistics
 
 # %% ../../nbs/train/2_learner.ipynb #26aa62aa

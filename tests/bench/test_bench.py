@@ -13,6 +13,7 @@ from repq.algebra.branch import Conv, Norm, Seq
 from repq.quantization.layer import RepConv2d
 from repq.bench.timing import allocated_bytes, interleaved, judge, make_record, measured_where, read_bench, record_markdown, relative, save_bench, saved_bytes, summarize, targets_markdown
 from repq.algebra.statistics import Calibration, interval
+from repq.reproduce.evidence import paper_times
 
 TINY = dict(batch=2, size=16, width=.125, depth=.1, n_classes=10)
 ORDINARY, MEASURING = 'QAT RepQ-calibrated, ordinary step', 'QAT RepQ-calibrated, measuring step'
@@ -236,7 +237,8 @@ def test_peers_quantize_to_the_same_grid(name):
 # -- records
 
 def test_record_has_everything(tmp_path):
-    t = bench_step('acnet', 3, methods=['RepQ-BNEst', 'RepQ-calibrated'], layout='contiguous', **TINY)
+    paper = paper_times('resnet18', 'acnet')
+    t = bench_step('acnet', 3, methods=['RepQ-BNEst', 'RepQ-calibrated'], layout='contiguous', paper=paper, **TINY)
     record = json.loads(save_bench(t, 'step', tmp_path, 'repq bench step').read_text(), parse_constant=lambda c: pytest.fail(f'{c} is not JSON'))
     assert record == read_bench(tmp_path)['step'] and {'name', 'command', 'when', 'environment', 'conditions', 'setting', 'baseline', 'parts', 'notes', 'layout', 'columns', 'rows', 'rounds', 'title'} <= set(record)
     assert {k: len(v) for k, v in record['rounds'].items()} == dict.fromkeys(t.index, 3)

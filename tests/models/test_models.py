@@ -6,8 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torch.nn.functional as F
 from repq.blocks import BLOCKS
 from repq.quantization.layer import RepConv2d
-from repq.models import (MODELS, RepVGG, build_model, cost, draw_net, ecbsr, layer_bits, layers_of, output_shapes, repvgg_a0, repvgg_b0, resnet18,
-                         scaled, set_mode)
+from repq.models import MODELS, RepVGG, build_model, cost, draw_net, ecbsr, output_shapes, repvgg_a0, repvgg_b0, resnet18
+from repq.models.networks import scaled
+from repq.quantization import layer_bits, layers_of, set_mode
 from repq.quantization.network import merge
 from repq.tools.testing import assert_modes_agree, assert_same, randomize_bn
 

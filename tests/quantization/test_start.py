@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 import repq
 from repq.quantization.layer import RepConv2d
-from repq.models import set_mode
+from repq.quantization import set_mode
 from repq.quantization.network import quantizable_layers
 from repq.quantization.lsq import COLD, LSQ, PARTLY, START_BATCHES
 from repq.tools.testing import assert_same, randomize_bn

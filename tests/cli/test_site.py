@@ -1,9 +1,11 @@
 "The site, as far as it can be checked without Quarto; README and tutorials, executed"
 import ast, importlib, json, os, re, shutil, subprocess, sys
+from fnmatch import fnmatch
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 import pytest, yaml
-import docs, readme, records
+import records, repq
+from repq.cli import readme, site as docs
 
 ROOT, NBS = docs.ROOT, docs.NBS
 ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'}
@@ -25,13 +27,30 @@ def site(tmp_path_factory):
 # -- the sidebar, and what a page must have
 
 def test_sidebar_has_all_pages_in_groups():
-    assert list(SIDEBAR) == ['Start', 'Learn', 'Tutorials', 'Results', 'Reference', 'Tools']
+    assert list(SIDEBAR) == ['Start', 'Learn', 'Tutorials', 'Results', 'Reference', 'Development']
     listed, there = docs.pages(), [p.relative_to(NBS).as_posix() for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts]
     assert len(listed) == len(set(listed)), 'a page is in the sidebar twice'
     assert set(listed) - set(docs.TOP) == set(there), f'notebooks and the sidebar of _quarto.yml differ: {set(listed) ^ set(there)}'
-    learn = [int(p[:2]) for p in SIDEBAR['Learn']]
-    assert learn[:9] == list(range(1, 10)), 'Learn is read from kernels to quantized networks'
     assert SIDEBAR['Start'][0] == 'index.ipynb' and {'own_block', 'reproduce', 'cluster', 'digits', 'classify', 'super_resolution', 'timm_to_int8'} <= {Path(p).stem for p in TUTORIALS}
+
+
+def test_sections_are_rooms():
+    "Learn and Development have a section for each room, with its notebooks in the order of their numbers"
+    rooms = docs.rooms()
+    assert set(rooms) == set(repq._rooms)
+    for room, listed in rooms.items():
+        numbered = sorted((NBS/room).glob('*.ipynb'), key=lambda p: int(p.name.split('_')[0]))
+        assert listed == [p.relative_to(NBS).as_posix() for p in numbered], room
+    learn = [p.split('/')[0] for p in SIDEBAR['Learn']]
+    assert list(dict.fromkeys(learn)) == ['algebra', 'quantization', 'models', 'adopt', 'train', 'deploy']
+
+
+def test_every_page_is_rendered_and_nothing_else():
+    patterns = docs.config()['project']['render']
+    def matches(name): return [p for p in patterns if fnmatch(name, p) and name.count('/') == p.count('/')]
+    assert [n for n in docs.pages() if len(matches(n)) != 1] == []
+    used = {p for n in docs.pages() for p in matches(n)}
+    assert used == set(patterns), f'nothing is rendered by {set(patterns) - used}'
 
 
 def test_front_matter(site):
@@ -71,12 +90,12 @@ def test_learning_has_pictures(site):
 
 def test_exports_are_shown(site):
     "Signatures with comments on arguments, and the source; nothing is executed for it"
-    text = '\n'.join(docs.markdown_of(site[1]['05_layer.ipynb']))
+    text = '\n'.join(docs.markdown_of(site[1]['quantization/2_layer.ipynb']))
     assert '### RepConv2d\n' in text and '#### RepConv2d.kernel\n' in text and 'int or pair, applied at the end of the expression' in text
-    code = [c['source'] for c in site[1]['01_kernel.ipynb']['cells'] if c['cell_type'] == 'code']
+    code = [c['source'] for c in site[1]['algebra/1_kernel.ipynb']['cells'] if c['cell_type'] == 'code']
     assert any('code-fold:' in c and 'def compose(' in c for c in code) and not any('#| export' in c for c in code)
-    with_output = [c for c in cells_of(NBS/'05_layer.ipynb') if c.get('outputs')]
-    assert sum(bool(c.get('outputs')) for c in site[1]['05_layer.ipynb']['cells']) == len(with_output)
+    with_output = [c for c in cells_of(NBS/'quantization/2_layer.ipynb') if c.get('outputs')]
+    assert sum(bool(c.get('outputs')) for c in site[1]['quantization/2_layer.ipynb']['cells']) == len(with_output)
 
 
 def test_pages_that_are_made_anew_store_nothing():
@@ -117,7 +136,7 @@ def test_links_and_images(site):
 
 def test_wrong_links_are_found(site, tmp_path):
     folder, made = site
-    page = {'cells': [made['index.ipynb']['cells'][0], dict(cell_type='markdown', metadata={}, source='[a](nowhere.ipynb) [b](01_kernel.ipynb#nowhere) ![c](images/no.png) [d](01_kernel.ipynb#compose) [e](https://x.y) `[f](no)` <a href="no.html">g</a>')]}
+    page = {'cells': [made['index.ipynb']['cells'][0], dict(cell_type='markdown', metadata={}, source='[a](nowhere.ipynb) [b](algebra/1_kernel.ipynb#nowhere) ![c](images/no.png) [d](algebra/1_kernel.ipynb#compose) [e](https://x.y) `[f](no)` <a href="no.html">g</a>')]}
     assert len(link_errors(folder, {**made, 'index.ipynb': page})) >= 4
     own = [e for e in link_errors(folder, {**made, 'index.ipynb': page}) if e.startswith('index.ipynb')]
     assert len(own) == 4 and not any('compose' in e for e in own)
@@ -180,7 +199,7 @@ def test_configuration_asks_nothing_of_the_outside():
 
 
 def test_folders_know_where_katex_is(site):
-    for name in ('tutorials', 'experiments'):
+    for name in ('tutorials', 'experiments', *docs.rooms()):
         settings = yaml.safe_load((site[0]/name/'_metadata.yml').read_text())
         assert settings['format']['html']['html-math-method']['url'] == '../katex/'
 
@@ -232,9 +251,11 @@ def test_nothing_else_needs_quarto():
 
 def test_reference_is_complete(site):
     text = '\n'.join(docs.markdown_of(site[1]['reference.ipynb']))
-    for module in [p.stem[3:] for p in sorted(NBS.glob('[0-9][0-9]_*.ipynb'))]:
+    notebooks = [p for pages in docs.rooms().values() for p in pages]
+    for room, notebook in (p.removesuffix('.ipynb').split('/') for p in notebooks):
+        module = f'{room}.{notebook.split("_", 1)[1]}'
         assert f'## repq.{module}\n' in text, f'{module} is not in the reference'
-        tree = ast.parse((ROOT/'repq'/f'{module}.py').read_text(encoding='utf-8'))
+        tree = ast.parse((ROOT/'repq'/f'{module.replace(".", "/")}.py').read_text(encoding='utf-8'))
         names = ast.literal_eval(next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == '__all__'))
         part = text.split(f'## repq.{module}\n')[1].split('\n## repq.')[0]
         missing = [n for n in names if f'| [{n}](' not in part]

@@ -1,10 +1,17 @@
-"README.md from nbs/index.ipynb, without Quarto: `python tests/readme.py` brings its tables up to date and writes it"
-import json, os, re
+"README.md from nbs/index.ipynb, without Quarto: `make readme` brings its tables up to date and writes it"
+# plain Python: dense mechanism of rendering with nothing to teach; tests/cli/test_site.py proves it
+import json, os, re, sys
 from itertools import groupby
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INDEX = ROOT/'nbs'/'index.ipynb'
+
+
+def need_checkout():
+    "End where there are no notebooks to read: an installed repq brings only those of the experiments"
+    if INDEX.exists(): return
+    sys.exit(f'{INDEX} is not there: call make docs or make readme in a checkout of the repository')
 
 
 def text_of(output):
@@ -41,7 +48,7 @@ def render(cells=None):
 
 
 def made_again(cells, folder=INDEX.parent, which=hidden):
-    "Copies of cells, those of a kind with outputs as they are now: by default those whose source is hidden, which show results"
+    "Copies of cells, those of a kind with outputs as they are now; by default those that show results"
     from execnb.shell import CaptureShell
     shell, here, cells = CaptureShell(folder), os.getcwd(), json.loads(json.dumps(cells))
     os.chdir(folder)
@@ -54,12 +61,20 @@ def made_again(cells, folder=INDEX.parent, which=hidden):
     return cells
 
 
+def as_markdown(output):
+    "An output that shows Markdown, as a notebook stores it"
+    text = text_of(output)[0].splitlines(True)
+    data = {'text/markdown': text, 'text/plain': ['<IPython.core.display.Markdown object>']}
+    return dict(output_type='execute_result', execution_count=None, metadata={}, data=data)
+
+
 def write():
     "Execute what shows results, keep everything else as stored, write notebook and README"
+    need_checkout()
     nb = json.loads(INDEX.read_text(encoding='utf-8'))
     for cell, new in zip(nb['cells'], made_again(nb['cells'])):
-        if cell['cell_type'] == 'code' and hidden(''.join(cell['source'])) and list(outputs(cell)) != list(outputs(new)):
-            cell['outputs'] = [dict(output_type='execute_result', execution_count=None, metadata={}, data={'text/markdown': text_of(o)[0].splitlines(True), 'text/plain': ['<IPython.core.display.Markdown object>']}) for o in new['outputs']]
+        if cell['cell_type'] != 'code' or not hidden(''.join(cell['source'])): continue
+        if list(outputs(cell)) != list(outputs(new)): cell['outputs'] = list(map(as_markdown, new['outputs']))
     INDEX.write_text(json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + '\n', encoding='utf-8')
     (ROOT/'README.md').write_text(render(), encoding='utf-8')
 
