@@ -23,15 +23,15 @@ _rooms = ['tools', 'algebra', 'quantization', 'models', 'adopt', 'train', 'deplo
 _shortcuts = ['blocks', 'data']
 _moved = {   # modules of version 0.1 -> where their names are now, most of them first
     'testing': 'tools.testing', 'files': 'tools.files', 'kernel': 'algebra.kernel', 'norm': 'algebra.statistics',
-    'branch': 'algebra.branch', 'quantizer': 'quantization.lsq', 'layer': 'quantization.layer',
+    'branch': 'algebra.branch tools.drawing', 'quantizer': 'quantization.lsq', 'layer': 'quantization.layer tools.drawing',
     'qat': 'quantization.network reproduce.recipes', 'saving': 'quantization.files', 'graphs': 'adopt.regions',
-    'foreign': 'adopt.foreign', 'official': 'adopt.official', 'learner': 'train.learner',
+    'foreign': 'adopt.foreign adopt.official', 'official': 'adopt.official', 'learner': 'train.learner',
     'operators': 'deploy.operators', 'parity': 'deploy.parity', 'small': 'fast.small_maps', 'few': 'fast.separable',
-    'native': 'fast.native', 'weights': 'fast.weights', 'measuring': 'bench.timing', 'records': 'reproduce.records',
+    'native': 'fast.native', 'weights': 'fast.weights', 'measuring': 'bench.timing tools.machine', 'records': 'reproduce.records',
     'training': 'reproduce.training', 'runs': 'reproduce.runs reproduce.training', 'driver': 'reproduce.driver',
     'cluster': 'reproduce.cluster', 'verify': 'reproduce.verify', 'evidence': 'reproduce.evidence',
     'protocol': 'reproduce.protocol', 'statements': 'reproduce.statements', 'verdicts': 'reproduce.verdicts',
-    'formats': 'reproduce.formats', 'tables': 'reproduce.tables'}
+    'formats': 'reproduce.formats tools.drawing', 'tables': 'reproduce.tables'}
 
 forward({f'{__name__}.{old}': [f'{__name__}.{new}' for new in now.split()] for old, now in _moved.items()})
 _home = {name: module for module, names in _names.items() for name in names}

@@ -33,7 +33,7 @@ from ..models.blocks import plain
 from ..models.networks import build_model
 from ..quantization.network import quantize
 from ..deploy.export import export_onnx, onnx_session
-from .timing import (allocated_bytes, bar_figure, best_device, conditions, cpu_model, environment, interleaved, judge, keep_memory, make_record, measured_where, milliseconds, overheard,
+from .timing import (allocated_bytes, bar_figure, best_device, conditions, interleaved, judge, keep_memory, make_record, measured_where, milliseconds, overheard,
                           page_faults, read_bench, record_markdown, relative, save_bench, save_figure, saved_bytes, summarize, targets_markdown)
 
 # %% ../../nbs/bench/2_cases.ipynb #63224868

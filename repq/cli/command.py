@@ -17,7 +17,7 @@ import repq as package
 # %% ../../nbs/cli/1_command.ipynb #f0cf2e0f
 def show_env(args)->int:
     "Print versions and machine"
-    from repq.bench.cases import environment
+    from repq.tools.machine import environment
     for name, value in environment().items(): print(f'{name:14} {value}')
     return 0
 

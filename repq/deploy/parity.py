@@ -20,6 +20,7 @@ import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
 from ..tools.files import write_whole
+from ..tools.text_tables import html_table, text_table
 from ..quantization.network import FrozenQuantizer, merge, quantizable_layers
 from .operators import IR_VERSION, OPSET, flatten_outputs, optional
 from .export import check_evaluating, code_range, integer_parameters, onnx_session, run_outputs
@@ -325,16 +326,12 @@ def summary(self:Parity)->list:
     return lines + self.failures()
 
 def __str__(self:Parity):
-    table = list(self.cells())
-    widths = [max(map(len, column)) for column in zip(*table)]
-    def line(row): return '  '.join(c.ljust(w) if i in (0, 1, 2, 8) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-    return '\n'.join([*self.summary(), '', *map(line, table)])
+    return '\n'.join([*self.summary(), '', *text_table(self.cells(), left=(0, 1, 2, 8))])
 
 def _repr_html_(self:Parity):
-    def line(row, tag): return '<tr>' + ''.join(f'<{tag}>{html.escape(c)}</{tag}>' for c in row) + '</tr>'
     head, *body = self.cells()
     text = '<br>'.join(map(html.escape, self.summary()))
-    return f'<p>{text}</p><table><thead>{line(head, "th")}</thead><tbody>{"".join(line(b, "td") for b in body)}</tbody></table>'
+    return f'<p>{text}</p>{html_table(body, head)}'
 
 for f in (to_json, save, cells, summary, __str__, _repr_html_): setattr(Parity, f.__name__, f)
 Parity.__repr__ = __str__

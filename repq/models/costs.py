@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import nn
 import torch.nn.functional as F
+from ..tools.text_tables import html_table, text_table
 from ..algebra.kernel import show_size
 from ..quantization.layer import RepConv2d
 from ..quantization.bits import LINEAR, layer_bits, layers_of, merged_weight
@@ -79,16 +80,11 @@ class Cost:
         yield 'total', '', '', f'{self.macs/1e6:,.2f}', f'{self.params:,}', '', f'{self.bit_ops/1e9:,.2f}'
 
     def __repr__(self):
-        table = list(self.cells())
-        widths = [max(map(len, column)) for column in zip(*table)]
-        def line(cells): return '  '.join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths)))
-        return '\n'.join(map(line, table))
+        return '\n'.join(text_table(self.cells(), left=3))
 
     def _repr_html_(self):
-        def line(cells, tag): return '<tr>' + ''.join(f'<{tag}>{c}</{tag}>' for c in cells) + '</tr>'
-        head, *body = self.cells()
-        rows = ''.join(line(b, 'td') for b in body[:-1]) + line(body[-1], 'th')
-        return f'<table><thead>{line(head, "th")}</thead><tbody>{rows}</tbody></table>'
+        head, *body, total = self.cells()
+        return html_table(body, head, total)
 
 # %% ../../nbs/models/3_costs.ipynb #8deadb5b
 def cost(

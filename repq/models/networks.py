@@ -13,8 +13,9 @@ from fastcore.basics import patch
 from torch import nn, Tensor
 import torch.nn.functional as F
 from ..tools.registry import MODELS
+from ..tools.drawing import Picture, box, chain
 from ..algebra.kernel import show_size
-from ..algebra.branch import Conv, Picture, Seq, box, chain
+from ..algebra.branch import Conv, Seq
 from ..quantization.layer import RepConv2d, one_of
 from ..quantization.bits import LINEAR, RepNet, layers_of
 from .blocks import make_block, orepa, plain

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODES', 'one_of', 'Quantizable', 'refuse_tracing', 'needs_symmetry', 'RepConv2d', 'full_precision', 'as_dtype_of',
-           'check_padding', 'foldable', 'check_after', 'describe_layer', 'QuantLinear', 'join', 'row', 'draw_layer']
+           'check_padding', 'foldable', 'check_after', 'describe_layer', 'QuantLinear', 'draw_layer']
 
 # %% ../../nbs/quantization/2_layer.ipynb #c0ad625b
 from contextlib import nullcontext
@@ -12,9 +12,10 @@ from fastcore.basics import patch
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
+from ..tools.drawing import Picture, box, chain, join
 from ..algebra.kernel import Kernel, convolve, show_size
 from ..algebra.statistics import STATISTICS, Signal
-from ..algebra.branch import Branch, Fixed, Picture, as_pair, box, chain, check_branch, draw, line, refuse, track, without_variance
+from ..algebra.branch import Branch, Fixed, as_pair, check_branch, draw, refuse, track, without_variance
 from .lsq import COLD, PARTLY, START_BATCHES, make_quantizer, recomputing
 from ..fast.weights import choices, make_weights, norms_in, quantize_input
 
@@ -236,27 +237,6 @@ class QuantLinear(Quantizable):
     def weight_to_start(self, x): return self.weight, None
 
     def extra_repr(self): return f'{self.in_features}, {self.out_features}, bias={self.bias is not None}, mode={self.mode!r}'
-
-# %% ../../nbs/quantization/2_layer.ipynb #ef13ca53
-def join(left:Picture, right:Picture, below:Picture, gap=26, lead=14)->Picture:
-    "Two pictures that both lead into a third"
-    h, w = max(left.height, right.height), left.width + gap + right.width
-    xs = left.width/2, left.width + gap + right.width/2
-    middle = (xs[0] + xs[1])/2
-    shift = max(0, below.width/2 - middle)
-    body = left.at(0, h - left.height) + right.at(left.width + gap, h - right.height)
-    body += ''.join(line(x, h, x, h + lead) for x in xs) + line(xs[0], h + lead, xs[1], h + lead) + line(middle, h + lead, middle, h + 2*lead)
-    body += below.at(middle - below.width/2, h + 2*lead)
-    return Picture(w + shift, h + 2*lead + below.height, f'<g transform="translate({shift:g},0)">{body}</g>')
-
-def row(*pictures, titles=(), gap=40)->Picture:
-    "Pictures beside each other, each with a title"
-    top, x, body, h = 22*bool(titles), 0, '', max(p.height for p in pictures)
-    for i, p in enumerate(pictures):
-        body += p.at(x, top + (h - p.height)/2)
-        if titles: body += f'<text x="{x + p.width/2:g}" y="8" font-weight="bold" fill="#20242a">{titles[i]}</text>'
-        x += p.width + gap
-    return Picture(x - gap, h + top, body)
 
 # %% ../../nbs/quantization/2_layer.ipynb #a6e587c4
 def draw_layer(

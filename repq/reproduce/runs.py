@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from ..tools.drawing import two_columns
 from ..tools.files import Corrupt, Number, inside, misfit, read_json, sha256
 from .recipes import RECIPES
 from .records import METHOD, SPEC_SHAPE, WEIGHTS, collapse, from_words, id_of, key_of, label_of, read_record, to_words
@@ -242,16 +243,7 @@ def graph(cells)->list: # parents before their children
 def draw_graph(runs)->str: # SVG
     "Parents and their children"
     parents = [r for r in runs if r.parent is None]
-    lines, y = [], 16
-    text = lambda x, y, s, colour: f'<text x="{x}" y="{y}" font-size="11" font-family="sans-serif" fill="{colour}">{s}</text>'
-    for p in parents:
-        kids = [r for r in runs if r.parent == p]
-        lines.append(text(4, y, p.label, '#4c78a8'))
-        for k in kids:
-            lines.append(f'<path d="M245 {y - 4} h40" stroke="#999"/>' + text(290, y, k.label, '#e45756'))
-            y += 15
-        y += 6 if kids else 21
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="{y}" viewBox="0 0 560 {y}">{"".join(lines)}</svg>'
+    return two_columns((p.label, [r.label for r in runs if r.parent == p]) for p in parents)
 
 # %% ../../nbs/reproduce/4_runs.ipynb #98143627
 def limited(runs, steps=None)->list:

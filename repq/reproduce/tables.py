@@ -25,7 +25,9 @@ from .evidence import PAPER, USABLE, Measured, Results, digits_of, paper_value, 
 from .protocol import EQUAL, FAILS, HOLDS, OPEN, Interval
 from .statements import VARIANTS, accuracy, digits, show_number, thresholds
 from .verdicts import Answer, Verdict, claims
-from .formats import Chart, Item, MARKS, Table, escape_markdown, figure, key, method_keys, nice_ticks
+from ..tools.drawing import Chart, figure, key, nice_ticks
+from ..tools.text_tables import markdown_table
+from .formats import Item, MARKS, Table, escape_markdown, method_keys
 
 # %% ../../nbs/reproduce/13_tables.ipynb #8eca0ea4
 RANKED = {'2': ('best', 'second'), '3': ('best',)} # what is marked among the rows that share the first label
@@ -618,9 +620,12 @@ def write_report(
 def claims_markdown(verdicts:list)->str:
     "The claims as a table, in the order of the verdicts"
     e, order = escape_markdown, list(WORDS)
-    rows = [f'| {e(v.claim)} | **{v.verdict}** | {e("; ".join((v.why, *v.notes[:1])))} | {v.paper}{": " + e(v.paper_why) if v.paper_why else ""} |'
-            for v in sorted(verdicts, key=lambda v: (order.index(v.verdict), v.weakest is None))]
-    return '\n'.join(['**Claims**', '', '| Claim | Verdict | In words (± is half of the 90 % interval) | In the paper |', '| :--- | :--- | :--- | :--- |', *rows]) + '\n'
+    def words(v):
+        paper = f'{v.paper}: {e(v.paper_why)}' if v.paper_why else v.paper
+        return e(v.claim), f'**{v.verdict}**', e('; '.join((v.why, *v.notes[:1]))), paper
+    rows = map(words, sorted(verdicts, key=lambda v: (order.index(v.verdict), v.weakest is None)))
+    head = 'Claim', 'Verdict', 'In words (± is half of the 90 % interval)', 'In the paper'
+    return f'**Claims**\n\n{markdown_table(head, rows, left=4)}\n'
 
 def write_tables(
     root='results',

@@ -5,7 +5,8 @@ import pytest, torch
 from torch import nn
 import torch.nn.functional as F
 import repq
-from repq.adopt.foreign import Rewritten, fit_official, LAYOUTS
+from repq.adopt.foreign import Rewritten
+from repq.adopt.official import LAYOUTS, fit_official
 from repq.quantization.layer import RepConv2d
 from repq.quantization.network import quantizable_layers
 from repq.tools.testing import assert_differs, assert_same, rel_error, randomize_bn
