@@ -26,18 +26,16 @@ from ..algebra.statistics import Calibration
 from ..algebra.branch import Branch, Conv, Fixed, Identity, Norm, Seq, Sum
 from ..quantization.layer import Quantizable, RepConv2d
 from ..quantization.bits import raise_bits
-from ..quantization.network import is_inside, module_of, plain_norm, quantizable_layers, replace_object, simplify_norms, twin
+from ..quantization.network import LayerTracer, is_inside, module_of, plain_norm, quantizable_layers, replace_module, simplify_norms, twin
 from .regions import ARITHMETIC, SEVERAL_CALLS, Gain, Obstacle, Op, Region, conv_path, find_regions, read_conv, read_graph
 
 # %% ../../nbs/adopt/2_foreign.ipynb #8b57c028
-class RegionTracer(fx.Tracer):
+class RegionTracer(LayerTracer):
     "Traces a network down to its layers, and remembers which module made it fail"
     proxy_buffer_attributes = True   # buffers are read, never changed, while tracing
     def __init__(self, closed=()):
-        super().__init__()
-        self.closed, self.culprit = closed, None
-
-    def is_leaf_module(self, m, name): return m in self.closed or isinstance(m, Quantizable) or super().is_leaf_module(m, name)
+        super().__init__(lambda m: m in closed)
+        self.culprit = None
 
     def call_module(self, m, forward, args, kwargs):
         try: return super().call_module(m, forward, args, kwargs)
@@ -108,8 +106,8 @@ def unpack(net:nn.Module, keep=()):
     for m in list(net.modules()):
         if m in keep: continue
         if type(m).__module__ == 'timm.layers.linear':
-            replace_object(net, m, twin(m, nn.Linear(m.in_features, m.out_features, m.bias is not None, device='meta')))
-        elif is_norm_with_activation(m): replace_object(net, m, norm_and_activation(m))
+            replace_module(net, m, twin(m, nn.Linear(m.in_features, m.out_features, m.bias is not None, device='meta')))
+        elif is_norm_with_activation(m): replace_module(net, m, norm_and_activation(m))
     simplify_norms(net, keep)
 
 def is_norm_with_activation(m:nn.Module)->bool:
@@ -166,8 +164,8 @@ def swap_chain(net:nn.Module, prefix:str, region:Region, layer:RepConv2d)->str: 
     modules = [net.get_submodule(prefix + t) for t in chain]
     first = next(i for i, m in enumerate(modules) if isinstance(m, nn.Conv2d))
     for i, m in enumerate(modules):   # before the layer is in its place: it holds these norms
-        if i != first and isinstance(m, (nn.Conv2d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.AvgPool2d)): replace_object(net, m, nn.Identity())
-    replace_object(net, modules[first], layer)
+        if i != first and isinstance(m, (nn.Conv2d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.AvgPool2d)): replace_module(net, m, nn.Identity())
+    replace_module(net, modules[first], layer)
     return prefix + chain[first]
 
 def is_chain(region:Region)->bool: return all(n.op == 'call_module' for n in region.nodes)
@@ -371,7 +369,7 @@ def single(self:Converter, name:str, conv:nn.Conv2d):
     if reason := read_conv(conv): self.report.left[name] = reason; return
     path = conv_path(conv)
     layer = make_layer(SimpleNamespace(path=path), self.like, conv.training)
-    replace_object(self.net, conv, layer)
+    replace_module(self.net, conv, layer)
     self.note(name, layer, [name])
 
 def regions(self:Converter, module:nn.Module, graph:fx.Graph, prefix:str, closed:dict):

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SEVERAL_CALLS', 'ARITHMETIC', 'IN_PLACE', 'Op', 'Obstacle', 'read_conv', 'padding_of', 'read_norm', 'read_pool',
            'read_module', 'constant', 'as_factor', 'read_arithmetic', 'changes_a_value_in_use', 'read_graph', 'Gain',
-           'share_conv', 'share_norm', 'Apart', 'Path', 'check_joint', 'join', 'add_paths', 'conv_path', 'pool_path',
-           'between', 'sources', 'express', 'gain_path', 'express_sum', 'count_channels', 'Region', 'try_region',
-           'in_place', 'stays', 'may_start', 'find_regions']
+           'share_norm', 'Apart', 'Path', 'check_joint', 'join', 'add_paths', 'conv_path', 'pool_path', 'between',
+           'sources', 'express', 'gain_path', 'express_sum', 'count_channels', 'Region', 'try_region', 'in_place',
+           'stays', 'may_start', 'find_regions']
 
 # %% ../../nbs/adopt/1_regions.ipynb #9a4b5003
 import operator
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from ..algebra.kernel import average_kernel, show_size
 from ..algebra.branch import Branch, Conv, Fixed, Identity, Norm, Scale, Seq, Sum, as_pair
 from ..quantization.layer import check_padding
-from ..quantization.network import has_hooks, plain_norm, unsupported_conv
+from ..quantization.network import has_hooks, plain_norm, share_conv, unsupported_conv
 
 # %% ../../nbs/adopt/1_regions.ipynb #2611823d
 class Op(NamedTuple):
@@ -155,12 +155,6 @@ class Gain(Scale):
     @property
     def scale(self)->Tensor: return self.factor.reshape(-1).expand(self.out_channels)
     def describe(self): return [repr(self.child), *([self.name] if self.name else [])]
-
-def share_conv(conv:nn.Conv2d)->Conv:
-    "A Conv around the parameters of a convolution"
-    with torch.device('meta'): branch = Conv(conv.in_channels, conv.out_channels, conv.kernel_size, conv.groups, bias=conv.bias is not None)
-    branch.weight, branch.bias = conv.weight, conv.bias
-    return branch
 
 def share_norm(child:Branch, bn:nn.Module)->Norm:
     "A Norm around a batch norm"

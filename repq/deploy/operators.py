@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import fx, nn, Tensor
 import torch.nn.functional as F
+from ..quantization.network import LayerTracer
 
 # %% ../../nbs/deploy/1_operators.ipynb #778beb2f
 def optional(name:str):
@@ -235,11 +236,11 @@ class ExampleProxy(fx.Proxy):
     def __iter__(self): return (self[i] for i in range(len(self)))
 
 # %% ../../nbs/deploy/1_operators.ipynb #8131aa10
-class ExampleTracer(fx.Tracer):
+class ExampleTracer(LayerTracer):
     "Traces a network while running it on two examples"
     def __init__(self, examples, whole):
-        super().__init__()
-        self.examples, self.whole = examples, whole # tuples of inputs; which modules are one node
+        super().__init__(whole)
+        self.examples = examples # tuples of inputs
         self.path, self.running, self.inputs = [''], False, 0
     def is_leaf_module(self, m, name): return self.whole(m)
     def proxy(self, node): return ExampleProxy(node, self)
