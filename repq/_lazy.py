@@ -7,6 +7,45 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from warnings import warn
 
+MOVED = dict(   # modules of version 0.1 -> where their names are now, most of them first; all this goes with 0.3
+    testing='tools.testing',
+    files='tools.files',
+    kernel='algebra.kernel',
+    norm='algebra.statistics',
+    branch='algebra.branch tools.drawing',
+    quantizer='quantization.lsq',
+    layer='quantization.layer tools.drawing',
+    qat='quantization.network reproduce.recipes',
+    saving='quantization.files',
+    graphs='adopt.regions quantization.network',
+    foreign='adopt.foreign adopt.official',
+    official='adopt.official',
+    learner='train.learner train.doctor',
+    operators='deploy.operators',
+    parity='deploy.parity',
+    small='fast.small_maps',
+    few='fast.separable',
+    native='fast.native',
+    weights='fast.weights',
+    measuring='bench.timing tools.machine',
+    records='reproduce.records',
+    training='reproduce.training',
+    runs='reproduce.runs reproduce.training',
+    driver='reproduce.driver',
+    cluster='reproduce.cluster',
+    verify='reproduce.verify',
+    evidence='reproduce.evidence',
+    protocol='reproduce.protocol',
+    statements='reproduce.statements',
+    verdicts='reproduce.verdicts',
+    formats='reproduce.formats tools.drawing',
+    tables='reproduce.tables')
+
+INSTEAD = {   # names of version 0.1 that have no successor of the same kind -> what to use
+    'repq.qat.replace_object': 'repq.quantization.network.replace_module',
+    'repq.bench.paper_ratios': 'repq.reproduce.evidence.paper_times',
+    'repq.runs.recipes': 'repq.reproduce.recipes.RECIPES'}
+
 
 def find_moved(package:str, name:str, modules, told:bool=False):
     "A name that `package` had before, from the first of some modules that has it; `told`: without a warning"
@@ -14,7 +53,8 @@ def find_moved(package:str, name:str, modules, told:bool=False):
         if name.startswith('_') or not hasattr(import_module(module), name): continue
         if not told: warn(f'{package}.{name} is now {module}.{name}; the old name goes with 0.3', DeprecationWarning, 3)
         return getattr(import_module(module), name)
-    raise AttributeError(f'{package} has no {name!r}')
+    instead = INSTEAD.get(f'{package}.{name}')
+    raise AttributeError(f'{package} has no {name!r}' + (f' any more: use {instead}' if instead else ''))
 
 
 def lazy(
@@ -45,20 +85,17 @@ class OldModule(ModuleType):
 
 class Moved(MetaPathFinder, Loader):
     "Finds modules under the names that they had in version 0.1, with a warning"
-    def __init__(self, modules:dict): self.modules = modules   # old name -> where its names are now, most of them first
     def find_spec(self, fullname, path=None, target=None):
-        return ModuleSpec(fullname, self) if fullname in self.modules else None
+        package, _, name = fullname.partition('.')
+        return ModuleSpec(fullname, self) if package == 'repq' and name in MOVED else None
 
     def create_module(self, spec):
-        now = self.modules[spec.name]
-        warn(f'{spec.name} is now {now[0]}; the old name goes with 0.3', DeprecationWarning, 2)
         module = OldModule(spec.name)
-        module._modules = now
+        module._modules = [f'repq.{new}' for new in MOVED[spec.name.partition('.')[2]].split()]
+        warn(f'{spec.name} is now {module._modules[0]}; the old name goes with 0.3', DeprecationWarning, 2)
         return module
 
     def exec_module(self, module): pass   # its names are looked up when they are asked for
 
 
-def forward(modules:dict): # old name -> names of modules
-    "Let modules be found under old names"
-    sys.meta_path.insert(0, Moved(modules))
+sys.meta_path.insert(0, Moved())

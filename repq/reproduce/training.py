@@ -28,7 +28,7 @@ from fastai.callback.schedule import ParamScheduler, SchedCos, SchedLin, combine
 from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastai.optimizer import Optimizer, average_grad, l2_reg, momentum_step
-from ..train import data as repq_data
+from .. import data as repq_data
 from ..tools.files import NUMBER, Corrupt, Number, canonical, inside, misfit, parse_json, read_json, seal, sha256, write_json, write_whole
 from .records import (COUNT, EPOCH, HEX_FLOAT, METHOD, POSITIVE, RECORD_FORMAT, SEGMENT, SPEC_SHAPE, VALUE_WORDS, WEIGHTS, commit, from_words, processor, read_record,
                           to_words, versions)
@@ -39,7 +39,8 @@ from ..quantization.layer import RepConv2d, one_of
 from ..models.networks import build_model
 from ..models.costs import cost
 from ..quantization.network import STRATEGIES, quantizable_layers, quantize, recalibrate, set_statistics
-from ..train.learner import QAT, variance_error
+from ..train.doctor import variance_error
+from ..train.learner import QAT
 from ..quantization.lsq import use_compiled
 
 # %% ../../nbs/reproduce/3_training.ipynb #f1eca023

@@ -1,7 +1,9 @@
-"Data, fastai callbacks"
+"Images, super-resolution, fastai callbacks"
 from repq._lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
-    data=[],
-    learner=['QAT', 'QATDoctor'])
+    images=[],
+    super_resolution=[],
+    learner=['QAT'],
+    doctor=['QATDoctor'])

@@ -68,7 +68,7 @@ def test_import_loads_torch_alone():
 
 
 def test_lazy_classes():
-    assert D.MemoryLoader is D.fastai_class('MemoryLoader') and D.FollowEpoch.__module__ == 'repq.data'
+    assert D.MemoryLoader is D.fastai_class('MemoryLoader') and D.FollowEpoch.__module__ == 'repq.train.images'
     with pytest.raises(AttributeError, match='nonsense'): D.nonsense
 
 

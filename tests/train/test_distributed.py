@@ -24,7 +24,8 @@ def train(name, out, block='repvgg', **options):
     from fastai.distributed import rank_distrib
     import fastai.callback.schedule
     from repq.data import digits_dls
-    from repq.train.learner import QAT, QATDoctor, cpu_distributed, running_statistics
+    from repq.train.doctor import QATDoctor
+    from repq.train.learner import QAT, cpu_distributed, running_statistics
     torch.manual_seed(rank_distrib())   # different weights at first: rank 0's must win
     net, seen, note = network(block), {}, dict(losses=[], shares=[], own=True)
     qat, loaded = QAT(4, 4, start='first', **options), name == 'loaded'

@@ -12,7 +12,8 @@ from fastai.learner import load_learner
 from fastai.optimizer import Adam, Larc, OptimWrapper, RAdam, SGD, ranger
 import repq
 from repq.data import FollowEpoch, digits_dls
-from repq.train.learner import QAT, QATDoctor, StepRates, steps_of
+from repq.train.doctor import QATDoctor
+from repq.train.learner import QAT, StepRates, steps_of
 from repq.algebra.statistics import STATISTICS
 from repq.quantization.network import quantizable_layers
 
