@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['METHOD', 'SPEC_FORMAT', 'WORDS', 'SETTING_WORDS', 'VALUE_WORDS', 'INSTRUCTIONS', 'RECORD_FORMAT', 'WEIGHTS', 'SHA256',
            'HEX_FLOAT', 'COUNT', 'SHARE', 'POSITIVE', 'SPEC_SHAPE', 'SPAN', 'METRICS', 'MACHINE', 'SEGMENT', 'PROBE',
-           'EPOCH', 'RECORD', 'plain_value', 'word', 'to_words', 'from_words', 'label_of', 'key_of', 'id_of',
-           'processor', 'versions', 'commit', 'record_misfit', 'read_record', 'collapse']
+           'EPOCH', 'RECORD', 'BICUBIC_MARGIN', 'plain_value', 'word', 'to_words', 'from_words', 'label_of', 'key_of',
+           'id_of', 'processor', 'versions', 'commit', 'record_misfit', 'read_record', 'collapse']
 
 # %% ../nbs/18_records.ipynb #5ec0d003
 import hashlib, os, platform, re, subprocess
@@ -168,6 +168,8 @@ def read_record(
     return r
 
 # %% ../nbs/18_records.ipynb #5ec0d023
+BICUBIC_MARGIN = 1. # dB: super-resolution that is further below bicubic interpolation has collapsed
+
 def collapse(record:dict)->str:
     "Why a finished run is no result; nothing if it is one"
     m, spec = record['metrics'], record['spec']
@@ -177,5 +179,6 @@ def collapse(record:dict)->str:
         return f'accuracy {m["accuracy"]:.4f} at its end, chance is {m["chance"]:.4f}' if m['accuracy'] <= limit else ''
     if spec['task'] == 'super-resolution':
         ours, bicubic = (sum(m[k].values())/max(1, len(m[k])) for k in ('psnr', 'bicubic'))
-        return f'{ours:.2f} dB at its end, bicubic interpolation has {bicubic:.2f}' if ours < bicubic else ''
+        if ours >= bicubic - BICUBIC_MARGIN: return ''
+        return f'{ours:.2f} dB at its end, more than {BICUBIC_MARGIN:g} dB below bicubic interpolation ({bicubic:.2f})'
     return ''
