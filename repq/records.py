@@ -118,7 +118,8 @@ METRICS = {
 
 # %% ../nbs/18_records.ipynb #5ec0d019
 MACHINE = dict(name=str, instructions=str)
-SEGMENT = {'commit': str, 'processor': MACHINE, 'torch': str, 'path': str, 'first': COUNT, 'last': COUNT}
+SEGMENT = {'commit': str, 'processor': MACHINE, 'torch': str, 'path': str, 'first': COUNT, 'last': COUNT,
+           'ready?': str, 'compiler?': str}
 PROBE = {'losses': [HEX_FLOAT], 'metrics': {...: HEX_FLOAT}, 'note?': str}
 EPOCH = dict(epoch=Number(1, 1e9, whole=True), train_loss=NUMBER, valid_loss=NUMBER, metric=NUMBER)
 RECORD = {
