@@ -8,12 +8,12 @@ __all__ = ['STAND_INS', 'PROBE_STEPS', 'KEPT', 'CHECKPOINT', 'PROBE_IMAGES', 'DE
            'set_weights', 'load_weights', 'load_parent', 'random_state', 'set_random_state', 'path_here', 'Workspace',
            'classifier_data', 'imagenet_dls', 'stand_in', 'sr_data', 'estimate_1x1', 'full_precision_network',
            'quantized_network', 'described_network', 'network_of', 'count_layers', 'schedule', 'nesterov_step', 'sgd',
-           'torch_adam_step', 'adam', 'origin', 'check_finite', 'Keeper', 'is_best', 'save', 'made_elsewhere',
-           'take_up', 'resume', 'check_rates', 'fit', 'Pilot', 'pilot', 'probe_metrics', 'not_finite', 'finish',
-           'variance_errors', 'check_description', 'load_network', 'data_of']
+           'torch_adam_step', 'adam', 'compiler_of', 'origin', 'check_finite', 'Keeper', 'is_best', 'save',
+           'made_elsewhere', 'take_up', 'resume', 'check_rates', 'fit', 'Pilot', 'pilot', 'probe_metrics', 'not_finite',
+           'finish', 'variance_errors', 'check_description', 'load_network', 'data_of']
 
 # %% ../../nbs/reproduce/3_training.ipynb #fad7283f
-import fcntl, hashlib, json, math, os, platform, time
+import fcntl, hashlib, json, math, os, platform, shlex, subprocess, time
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from .. import data as repq_data
 from ..tools.files import NUMBER, Corrupt, Number, canonical, inside, misfit, parse_json, read_json, seal, sha256, write_json, write_whole
 from .records import (COUNT, EPOCH, HEX_FLOAT, METHOD, POSITIVE, RECORD_FORMAT, SEGMENT, SPEC_SHAPE, VALUE_WORDS, WEIGHTS, commit, from_words, processor, read_record,
                           to_words, versions)
-from ..fast.native import library
+from ..fast.native import find_compiler, library
 from ..fast.weights import paths_taken, reset_paths
 from ..algebra.branch import Conv, Norm
 from ..quantization.layer import RepConv2d, one_of
@@ -304,10 +304,19 @@ def adam(
 # %% ../../nbs/reproduce/3_training.ipynb #c89de00e
 PROBE_STEPS = 5 # first losses that a record keeps
 
+def compiler_of(path:str)->str: # such as 'cc (Debian 12.2.0-14) 12.2.0'; empty for paths without C
+    "The C compiler behind a path of execution, as it calls itself, with the options that the user gave"
+    if path != 'fused': return ''
+    command, *options = shlex.split(find_compiler())
+    said = subprocess.run([command, '--version'], capture_output=True, text=True).stdout.splitlines()
+    return ' '.join([said[0] if said else Path(command).name, *options])
+
 def origin(work:Workspace)->dict:
     "Who makes this segment of a training"
     gpu = f' with {torch.cuda.get_device_name()}' if torch.cuda.is_available() and torch.cuda.is_initialized() else ''
-    return dict(commit=commit(), processor=processor() | dict(name=processor()['name'] + gpu), torch=torch.__version__, path='none', ready=path_here(work.compiled))
+    ready = path_here(work.compiled)
+    return dict(commit=commit(), processor=processor() | dict(name=processor()['name'] + gpu), torch=torch.__version__,
+                path='none', ready=ready, compiler=compiler_of(ready))
 
 # %% ../../nbs/reproduce/3_training.ipynb #c89de010
 def check_finite(what:str, value:float, epoch:int):
@@ -380,8 +389,9 @@ CHECKPOINT = {'epochs': COUNT, 'optimizer': {'state': [{}], 'hypers': [{}]}, 'hi
 
 def made_elsewhere(before:dict, now:dict)->str: # such as 'the processor was A, and is B'
     "Why a segment cannot go on where another one ended; nothing if it can"
-    for what, key in (('the processor', 'processor'), ('torch', 'torch'), ('the path of execution', 'ready')):
-        a, b = before.get(key), now[key]
+    kinds = dict(processor='the processor', torch='torch', ready='the path of execution', compiler='the C compiler')
+    for key, what in kinds.items():
+        a, b = before.get(key, now[key] if key == 'compiler' else None), now[key] # early records have no compiler
         if a != b:
             if key == 'processor': a, b = (f'{p["name"]} ({p["instructions"]})' for p in (a, b))
             return f'{what} was {a}, and is {b}'
@@ -496,6 +506,7 @@ def pilot(
     folder=None,               # keep a checkpoint here, and go on from it
     max_steps:int=None,
     small_input:bool=True,
+    channels_last:bool=False,  # memory layout of the weights, and so of all that follows
     **network                  # for the model, such as orepa_stem=True
 )->Pilot:
     "Train a classifier in full precision and score it on held-out training images"
@@ -504,6 +515,7 @@ def pilot(
     shape = dict(width=width, depth=depth, strides=strides, small_input=small_input, n_classes=dls.c)
     torch.manual_seed(seed)
     net = full_precision_network(model, block, statistics, **shape, **network).to(dls.device)
+    if channels_last: net.to(memory_format=torch.channels_last)
     loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
     with Workspace(folder) as work:
         keeper = fit(net, dls, loss, accuracy, work, epochs, lr, 'sgd', schedule_name, warmup, weight_decay,

@@ -276,7 +276,7 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, capsys):
     assert 'starting again: the checkpoint could not be used' in capsys.readouterr().out and len(list((tmp_path/'.corrupt').iterdir())) == 1
 
 
-@pytest.mark.parametrize('what', ['processor', 'torch', 'ready'])
+@pytest.mark.parametrize('what', ['processor', 'torch', 'ready', 'compiler'])
 def test_on_another_machine_a_training_starts_again(tmp_path, monkeypatch, capsys, what):
     from repq.reproduce import training
     trained(tmp_path, max_steps=30)
@@ -285,6 +285,17 @@ def test_on_another_machine_a_training_starts_again(tmp_path, monkeypatch, capsy
     again = trained(tmp_path)
     assert again.sessions == 1 and len(again.history) == 2 and len(again.segments) == 1 and again.segments[0]['first'] == 0
     assert 'starting again: ' in capsys.readouterr().out and 'another' in again.restarts[0]
+
+
+def test_the_compiler_behind_a_path(monkeypatch):
+    "Another compiler, or other options, round differently: the path of compiled C names it, without folders; other paths have none"
+    from repq.reproduce.training import compiler_of
+    if not shutil.which('cc'): pytest.skip('needs a C compiler')
+    monkeypatch.setenv('CC', shutil.which('cc'))
+    plain = compiler_of('fused')
+    monkeypatch.setenv('CC', 'cc -ffp-contract=off')
+    assert plain and '/' not in plain and compiler_of('fused').endswith(' -ffp-contract=off') and compiler_of('fused') != plain
+    assert compiler_of('simple') == compiler_of('compiled') == ''
 
 
 @pytest.mark.parametrize('rates', [dict(lr=0), dict(lr=-.1), dict(lr=float('nan')), dict(lr=.1, step_lr=0., bits=8), dict(lr=0, bits=4)])
