@@ -157,7 +157,7 @@ def test_a_worker_that_comes_later_goes_on(site, tmp_path):
     "The only worker dies, another one joins in time: the batch goes on with it"
     _, address = site.scheduler()
     first = site.worker(address, 'first')
-    script = 'import sys; from pathlib import Path; from repq.reproduce.driver import run_batch; from tests.test_cluster import runs\n' \
+    script = 'import sys; from pathlib import Path; from repq.reproduce.driver import run_batch; from tests.reproduce.test_cluster import runs\n' \
              'if __name__ == "__main__": sys.exit(any(o.state != "done" for o in run_batch(runs(400), sys.argv[1], scheduler=sys.argv[2], live=False).outcomes.values()))'
     (tmp_path/'batch.py').write_text(script)
     p = subprocess.Popen([sys.executable, str(tmp_path/'batch.py'), str(tmp_path/'here'), address], text=True, env={**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'},

@@ -198,7 +198,7 @@ SCRIPT = '''
 import sys
 print('the script runs', flush=True)
 sys.path.insert(0, sys.argv[1])
-from tests.test_runs import family
+from tests.reproduce.test_runs import family
 from repq.reproduce.driver import run_batch
 batch = run_batch(family()[:1], sys.argv[2], workers=1, live=False)
 print([o.state for o in batch.outcomes.values()])

@@ -32,7 +32,7 @@ CODE = '''
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler) # a job in the background ignores it
 sys.path.insert(0, sys.argv[1])
-from tests import test_runs
+from tests.reproduce import test_runs
 from repq.reproduce.driver import run_batch
 if __name__ == '__main__':
     batch = run_batch(getattr(test_runs, sys.argv[4])(), sys.argv[2], workers=2, live=False, scheduler=sys.argv[3] or None)
@@ -115,7 +115,7 @@ def test_kernels_have_the_code_of_the_driver(undisturbed, tmp_path):
     out = driver.communicate(timeout=300)[0]
     assert driver.returncode == 0 and not (tmp_path/'clone'/'repq'/'imported').exists(), out
     assert results(tmp_path/'results') == undisturbed[1]
-    (tmp_path/'one.py').write_text('from tests.test_runs import D, family; print(D.execute(family()[0], "ordinary", fork=False))')
+    (tmp_path/'one.py').write_text('from tests.reproduce.test_runs import D, family; print(D.execute(family()[0], "ordinary", fork=False))')
     out = subprocess.run([sys.executable, str(tmp_path/'one.py')], env={**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}, cwd=tmp_path/'clone', capture_output=True, text=True)
     assert "state='done'" in out.stdout and not (tmp_path/'clone'/'repq'/'imported').exists(), out
 
