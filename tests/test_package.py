@@ -71,8 +71,8 @@ def test_the_ground_floor_needs_torch_alone():
     assert len(wanted) > 10
 
 
-NO_TORCH = ('tools.files', 'tools.registry', 'reproduce.recipes', 'reproduce.records', 'reproduce.runs',
-            'reproduce.driver', 'cli.command')
+NO_TORCH = ('tools.files', 'tools.registry', 'tools.drawing', 'tools.text_tables', 'tools.machine', 'reproduce.recipes',
+            'reproduce.records', 'reproduce.runs', 'reproduce.driver', 'cli.command')
 
 def test_runs_and_their_driver_need_no_torch():
     "Asking how far a batch is takes no five seconds, and the driver's kernels alone pay for torch"

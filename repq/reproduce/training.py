@@ -30,8 +30,9 @@ from fastai.metrics import accuracy
 from fastai.optimizer import Optimizer, average_grad, l2_reg, momentum_step
 from .. import data as repq_data
 from ..tools.files import NUMBER, Corrupt, Number, canonical, inside, misfit, parse_json, read_json, seal, sha256, write_json, write_whole
-from .records import (COUNT, EPOCH, HEX_FLOAT, METHOD, POSITIVE, RECORD_FORMAT, SEGMENT, SPEC_SHAPE, VALUE_WORDS, WEIGHTS, commit, from_words, processor, read_record,
-                          to_words, versions)
+from ..tools.machine import processor, versions
+from .records import (COUNT, EPOCH, HEX_FLOAT, METHOD, POSITIVE, RECORD_FORMAT, SEGMENT, SPEC_SHAPE, VALUE_WORDS, WEIGHTS, commit, from_words, read_record,
+                          to_words)
 from ..fast.native import find_compiler, library
 from ..fast.weights import paths_taken, reset_paths
 from ..algebra.branch import Conv, Norm
