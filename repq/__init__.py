@@ -20,8 +20,7 @@ _names = {
     'deploy.export': ['export_onnx'],
     'deploy.parity': ['check_parity'],
 }
-_rooms = ['tools', 'algebra', 'quantization', 'models', 'adopt', 'train', 'deploy', 'fast', 'reproduce', 'bench',
-          'cli']
+_rooms = 'tools algebra quantization models adopt train deploy fast reproduce bench cli'.split()
 _shortcuts = ['blocks', 'data']
 _home = {name: module for module, names in _names.items() for name in names}
 __all__ = [*_rooms, *_shortcuts, *_home]

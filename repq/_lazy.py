@@ -7,7 +7,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from warnings import warn
 
-MOVED = dict(   # modules of version 0.1 -> where their names are now, most of them first; all this goes with 0.3
+# modules of version 0.1 -> where their names are now, most of them first; all this goes with 0.3
+MOVED = dict(
     testing='tools.testing',
     files='tools.files',
     kernel='algebra.kernel',
@@ -51,7 +52,8 @@ def find_moved(package:str, name:str, modules, told:bool=False):
     "A name that `package` had before, from the first of some modules that has it; `told`: without a warning"
     for module in modules:
         if name.startswith('_') or not hasattr(import_module(module), name): continue
-        if not told: warn(f'{package}.{name} is now {module}.{name}; the old name goes with 0.3', DeprecationWarning, 3)
+        text = f'{package}.{name} is now {module}.{name}; the old name goes with 0.3'
+        if not told: warn(text, DeprecationWarning, 3)
         return getattr(import_module(module), name)
     instead = INSTEAD.get(f'{package}.{name}')
     raise AttributeError(f'{package} has no {name!r}' + (f' any more: use {instead}' if instead else ''))

@@ -1,5 +1,5 @@
 "The package as a whole: notebooks make the modules, little is loaded, old names lead to new ones"
-import ast, filecmp, json, os, re, shutil, subprocess, sys
+import filecmp, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
 
@@ -19,9 +19,9 @@ def is_exported(path): return EXPORTED in path.read_text(encoding='utf-8')[:1000
 
 def run_nbdev(folder):
     "Clean the notebooks of a folder and export its modules"
-    code = 'from nbdev.clean import nbdev_clean; from nbdev.doclinks import nbdev_export; nbdev_clean(); nbdev_export()'
-    subprocess.run([sys.executable, '-c', code], cwd=folder, env={**os.environ, 'PYTHONPATH': str(folder)}, check=True,
-                   capture_output=True)
+    code = 'from nbdev.clean import *; from nbdev.doclinks import *; nbdev_clean(); nbdev_export()'
+    env = {**os.environ, 'PYTHONPATH': str(folder)}
+    subprocess.run([sys.executable, '-c', code], cwd=folder, env=env, check=True, capture_output=True)
 
 
 def test_notebooks_and_modules_agree(tmp_path):
@@ -32,9 +32,9 @@ def test_notebooks_and_modules_agree(tmp_path):
         if is_exported(path): path.unlink()
     run_nbdev(tmp_path)
     ours, fresh = modules_in(ROOT/'repq'), modules_in(tmp_path/'repq')
-    assert set(ours) == set(fresh), 'a module has no notebook, or a notebook was not exported: run make export'
+    assert set(ours) == set(fresh), 'a module without a notebook, or a notebook not exported: run make export'
     differ = [name for name in sorted(fresh) if not filecmp.cmp(ours[name], fresh[name], shallow=False)]
-    assert not differ, f'modules differ from their notebooks: {differ}. Edit the notebook, then run make export'
+    assert not differ, f'modules differ from their notebooks: {differ}. Edit the notebook, run make export'
     paths = [p.relative_to(ROOT) for p in (ROOT/'nbs').rglob('*.ipynb')]
     unclean = [str(p) for p in paths if (ROOT/p).read_bytes() != (tmp_path/p).read_bytes()]
     assert not unclean, f'notebooks are not clean: {unclean}. Run make export'
@@ -42,7 +42,8 @@ def test_notebooks_and_modules_agree(tmp_path):
 
 def test_every_notebook_makes_its_module():
     for nb, module in zip(NOTEBOOKS, MODULES):
-        text = ''.join(''.join(c['source']) + '\n' for c in json.loads(nb.read_text(encoding='utf-8'))['cells'])
+        cells = json.loads(nb.read_text(encoding='utf-8'))['cells']
+        text = '\n'.join(''.join(c['source']) for c in cells)
         assert re.findall(r'^#\| default_exp (.*)$', text, re.M) == [module], nb
         assert (ROOT/'repq'/f'{module.replace(".", "/")}.py').exists(), f'{nb} is not exported'
 
@@ -50,8 +51,8 @@ def test_every_notebook_makes_its_module():
 def test_other_modules_say_why_they_are_no_notebook():
     for name, path in modules_in(ROOT/'repq').items():
         if is_exported(path) or path.name == '__init__.py': continue
-        first = path.read_text(encoding='utf-8').splitlines()[:2]
-        assert re.match(r'".+"', first[0]) and re.match(r'# plain Python: .+', first[1]), f'{name} does not say why'
+        first = '\n'.join(path.read_text(encoding='utf-8').splitlines()[:2])
+        assert re.fullmatch(r'".+"\n# plain Python: .+', first), f'{name} does not say why'
         assert name.split('/')[0] not in TEACHING, f'{name} has to be a notebook'
 
 
@@ -71,8 +72,8 @@ def test_the_ground_floor_needs_torch_alone():
     assert len(wanted) > 10
 
 
-NO_TORCH = ('tools.files', 'tools.registry', 'tools.drawing', 'tools.text_tables', 'tools.machine', 'reproduce.recipes',
-            'reproduce.records', 'reproduce.runs', 'reproduce.driver', 'cli.command')
+NO_TORCH = ('tools.files', 'tools.registry', 'tools.drawing', 'tools.text_tables', 'tools.machine',
+            'reproduce.recipes', 'reproduce.records', 'reproduce.runs', 'reproduce.driver', 'cli.command')
 
 def test_runs_and_their_driver_need_no_torch():
     "Asking how far a batch is takes no five seconds, and the driver's kernels alone pay for torch"
@@ -90,7 +91,8 @@ def test_top_level_names():
     import repq
     for name in repq.__all__: assert getattr(repq, name) is not None
     with pytest.raises(AttributeError, match='repq has no .nonsense.'): repq.nonsense
-    with pytest.raises(AttributeError, match='repq.models has no .nonsense.; it has .*repvgg_a0'): repq.models.nonsense
+    with pytest.raises(AttributeError, match='repq.models has no .nonsense.; it has .*repvgg_a0'):
+        repq.models.nonsense
     version = re.search(r'^version = (.*)$', (ROOT/'settings.ini').read_text(), re.M)[1]
     assert repq.__version__ == version
 
@@ -118,4 +120,5 @@ def test_no_path_of_a_machine():
 
 def test_readme_comes_from_index():
     from repq.cli import readme
-    assert (ROOT/'README.md').read_text() == readme.render(), 'README.md differs from nbs/index.ipynb: run make readme'
+    text = (ROOT/'README.md').read_text(encoding='utf-8')
+    assert text == readme.render(), 'README.md differs from nbs/index.ipynb: run make readme'

@@ -26,8 +26,9 @@ def installed(request, tmp_path_factory):
     for name in ('settings.ini', 'setup.py', 'README.md', 'LICENSE'): shutil.copy(ROOT/name, copy/name)
     for name in ('repq', 'nbs'):
         shutil.copytree(ROOT/name, copy/name, symlinks=True, ignore=shutil.ignore_patterns('__pycache__'))
-    command = [sys.executable, '-m', 'pip', 'wheel', '--quiet', '--no-build-isolation', '--no-deps', '--no-index', '.']
-    done = subprocess.run([*command, '--wheel-dir', 'dist'], cwd=copy, capture_output=True, text=True)
+    options = ['--quiet', '--no-build-isolation', '--no-deps', '--no-index', '--wheel-dir', 'dist']
+    command = [sys.executable, '-m', 'pip', 'wheel', *options, '.']
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     wheel, = (copy/'dist').glob('*.whl')
     zipfile.ZipFile(wheel).extractall(folder)
@@ -36,13 +37,15 @@ def installed(request, tmp_path_factory):
 
 def run(installed, cwd, *args):
     env = {**os.environ, 'PYTHONPATH': str(installed), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
+    command = [sys.executable, *args]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
     return done.stdout
 
 
 def test_the_wheel_holds_everything(installed):
-    def kept(root): return {p.relative_to(root).as_posix() for p in Path(root).rglob('*') if p.suffix in ('.py', '.c')}
+    def kept(root):
+        return {p.relative_to(root).as_posix() for p in root.rglob('*') if p.suffix in ('.py', '.c')}
     assert kept(installed/'repq') == kept(ROOT/'repq')
     experiments = {p.name for p in (ROOT/'nbs'/'experiments').glob('*.ipynb')}
     assert {p.name for p in (installed/'repq'/'experiments').iterdir()} == experiments

@@ -13,7 +13,8 @@ from math import log10
 from typing import NamedTuple
 
 # %% ../../nbs/tools/4_drawing.ipynb #91455c77
-COLORS = dict(conv='#cfe3f8', norm='#fbe8b2', fixed='#e4e4e8', scale='#d3efd5', quantize='#f7c9c4', data='#ffffff')
+COLORS = dict(conv='#cfe3f8', norm='#fbe8b2', fixed='#e4e4e8', scale='#d3efd5', quantize='#f7c9c4',
+              data='#ffffff')
 LINE = 'stroke="#7a7f87" stroke-width="1.3" fill="none"'
 
 class Picture(NamedTuple):
@@ -24,7 +25,8 @@ class Picture(NamedTuple):
     def at(self, x, y): return f'<g transform="translate({x:g},{y:g})">{self.body}</g>'
     def _repr_svg_(self):
         w, h = self.width + 16, self.height + 16
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{w:g}" height="{h:g}" viewBox="-8 -8 {w:g} {h:g}" '
+        size = f'width="{w:g}" height="{h:g}" viewBox="-8 -8 {w:g} {h:g}"'
+        return (f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
                 f'font-family="Helvetica,Arial,sans-serif" font-size="11" text-anchor="middle" role="img">'
                 f'<rect x="-8" y="-8" width="{w:g}" height="{h:g}" rx="6" fill="#fcfcfd"/>{self.body}</svg>')
 
@@ -34,8 +36,9 @@ def line(x1, y1, x2, y2): return f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" {LINE}
 def box(*lines, kind:str='conv')->Picture:
     "A labelled box"
     w, h = max(6.4*max(map(len, lines)) + 16, 40), 13*len(lines) + 9
-    text = ''.join(f'<text x="{w/2:g}" y="{15 + 13*i}" fill="#20242a">{escape(t)}</text>' for i, t in enumerate(lines))
-    return Picture(w, h, f'<rect width="{w:g}" height="{h}" rx="4" fill="{COLORS[kind]}" stroke="#8a9099"/>{text}')
+    def text(i, t): return f'<text x="{w/2:g}" y="{15 + 13*i}" fill="#20242a">{escape(t)}</text>'
+    frame = f'<rect width="{w:g}" height="{h}" rx="4" fill="{COLORS[kind]}" stroke="#8a9099"/>'
+    return Picture(w, h, frame + ''.join(text(i, t) for i, t in enumerate(lines)))
 
 # %% ../../nbs/tools/4_drawing.ipynb #ccd439a7
 def chain(*pictures, gap=12)->Picture:
@@ -117,7 +120,8 @@ def nice_ticks(low:float, high:float, n=4)->list:
     return [round(i*step, 10) for i in range(first, int(high//step) + 2) if low - 1e-9 <= i*step <= high + 1e-9]
 
 # %% ../../nbs/tools/4_drawing.ipynb #9fc86163
-SHAPES = dict(square='M-3.5 -3.5h7v7h-7z', triangle='M0 -4.4L4.2 3.4H-4.2z', circle='M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z', diamond='M0 -5L5 0L0 5L-5 0z',
+SHAPES = dict(square='M-3.5 -3.5h7v7h-7z', triangle='M0 -4.4L4.2 3.4H-4.2z',
+              circle='M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z', diamond='M0 -5L5 0L0 5L-5 0z',
               cross='M-3.5 -3.5L3.5 3.5M-3.5 3.5L3.5 -3.5', plus='M-4.4 0H4.4M0 -4.4V4.4')
 
 # %% ../../nbs/tools/4_drawing.ipynb #4d2926cf

@@ -13,12 +13,14 @@ from pathlib import Path
 from .files import hash_text
 
 # %% ../../nbs/tools/6_machine.ipynb #debbf2da
-packages = ('repq torch torchvision fastai fastcore nbdev papermill pandas numpy matplotlib safetensors scikit-image '
-            'scikit-learn onnxruntime brevitas torchao').split()
+packages = ('repq torch torchvision fastai fastcore nbdev papermill pandas numpy matplotlib safetensors '
+            'scikit-image scikit-learn onnxruntime brevitas torchao').split()
 
 def cpu_model()->str:
     "The processor's name"
-    try: return next(line.split(':', 1)[1].strip() for line in open('/proc/cpuinfo') if line.startswith('model name'))
+    try:
+        lines = open('/proc/cpuinfo')
+        return next(line.split(':', 1)[1].strip() for line in lines if line.startswith('model name'))
     except (OSError, StopIteration): return platform.processor() or platform.machine()
 
 def package_version(name:str)->str:
@@ -43,7 +45,9 @@ def processor()->dict: # name, instructions
     "The processor of this machine and a digest of the vector instructions that it has"
     try: text = Path('/proc/cpuinfo').read_text()
     except OSError: text = ''
-    def field(name): return next((l.split(':', 1)[1].strip() for l in text.splitlines() if l.split(':')[0].strip() == name), '')
+    def field(name):
+        found = (l.split(':', 1)[1].strip() for l in text.splitlines() if l.split(':')[0].strip() == name)
+        return next(found, '')
     found = sorted(f for f in (field('flags') or field('Features')).split() if INSTRUCTIONS.fullmatch(f))
     name = field('model name') or platform.processor() or platform.machine() or 'unknown'
     return dict(name=name, instructions=hash_text(' '.join(found), 12))
@@ -54,12 +58,14 @@ def versions()->dict:
     def of(package):
         try: return version(package)
         except PackageNotFoundError: return 'none'
-    return dict(python=platform.python_version(), **{p: of(p) for p in ('repq', 'torch', 'torchvision', 'fastai', 'numpy')})
+    names = 'repq', 'torch', 'torchvision', 'fastai', 'numpy'
+    return dict(python=platform.python_version(), **{name: of(name) for name in names})
 
 # %% ../../nbs/tools/6_machine.ipynb #afdadd55
 def environment()->dict:
     "Machine and versions"
     import torch   # not needed to name the processor
-    return dict(python=platform.python_version(), system=platform.platform(), cpu=cpu_model(), cores=os.cpu_count(),
-                threads=torch.get_num_threads(), gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else 'none',
-                compiler=compiler_version(), **{name: package_version(name) for name in packages})
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'
+    machine = dict(python=platform.python_version(), system=platform.platform(), cpu=cpu_model(), cores=os.cpu_count(),
+                   threads=torch.get_num_threads(), gpu=gpu, compiler=compiler_version())
+    return machine | {name: package_version(name) for name in packages}

@@ -32,8 +32,8 @@ class Registry(Mapping):
 
     def __getitem__(self, name):
         found = self.entries()
-        if name not in found: raise KeyError(f'there is no {self.what} {name!r}, there are {", ".join(found)}')
-        return found[name]
+        if name in found: return found[name]
+        raise KeyError(f'there is no {self.what} {name!r}, there are {", ".join(found)}')
     def __iter__(self): return iter(self.entries())
     def __len__(self): return len(self.entries())
 

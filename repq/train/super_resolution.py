@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 import torch.nn.functional as F
-from .images import SUFFIXES, cached, epoch_generator, fingerprint, image_names, make_dls, read_rgb, show_size
+from .images import (SUFFIXES, cached, epoch_generator, fingerprint, image_names, make_dls, read_rgb,
+                               show_size)
 
 # %% ../../nbs/train/2_super_resolution.ipynb #3081f101
 def cubic(x:Tensor)->Tensor:

@@ -1,4 +1,4 @@
-"Things by name: imported when first asked for, empty without a provider that may be missing, never silent about a broken one"
+"Things by name: imported when first asked for, and never silent about a provider that is broken"
 import subprocess, sys
 import pytest
 from repq.tools.registry import MODELS, Registry
