@@ -24,7 +24,8 @@ def test_the_provider_is_imported_when_first_asked(provider):
 
 
 def test_a_missing_provider():
-    assert dict(Registry('way', 'provider_nowhere', optional=True)) == {}
+    for name in ('provider_nowhere', 'provider_nowhere.inside', 'repq.nowhere.inside'):
+        assert dict(Registry('way', name, optional=True)) == {}
     with pytest.raises(ModuleNotFoundError): len(Registry('way', 'provider_nowhere'))
 
 
