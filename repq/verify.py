@@ -84,7 +84,7 @@ def check_losses(folder:Path, record:dict, run:dict)->tuple: # how they differ, 
     if not recorded: return '', '', 'it has no training' if run['strategy'] == 'ptq' else 'it took no step'
     home = folder.parent/id_of(parent, record['method']) if parent else None
     if home and not home.is_dir(): return '', '', f'its parent {home.name} is not there'
-    if home and read_record(home)['weights'] is None: return '', '', f'its parent {home.name} has no weights'
+    if home and not (home/WEIGHTS).is_file(): return '', '', f'the weights of its parent {home.name} are not here'
     elsewhere = same_maker(record['segments'][0], run['settings'].get('compiled', False))
     now = first_losses(run, str(home) if home else None, len(recorded))
     if len(now) != len(recorded): return f'{len(recorded)} losses were recorded, and there are {len(now)}', '', ''
@@ -96,6 +96,7 @@ def check_metrics(folder:Path, record:dict, run:dict)->tuple: # how they differ,
     "Compare the metric of stored weights with that of now"
     recorded = record['probe']['metrics']
     if record['weights'] is None or not recorded: return '', '', record['probe'].get('note', 'no metric was recorded')
+    if not (folder/WEIGHTS).is_file(): return '', '', 'its weights are not here, only their digest'
     elsewhere = same_maker(record['segments'][-1], run['settings'].get('compiled', False))
     now = metrics_again(folder, record, run)
     if set(now) != set(recorded): return f'{", ".join(sorted(recorded))} were recorded, and there are {", ".join(sorted(now))}', '', ''

@@ -351,6 +351,24 @@ def test_diverging_training_is_a_failure(tmp_path):
     assert o.state == 'failed' and 'the loss is' in o.why and 'learning rate' in o.why
 
 
+def test_records_without_weights(undisturbed, tmp_path, capsys):
+    "A repository may hold weights as a digest alone: such a run has ended, and is made again only for a child that starts from it"
+    root = tmp_path/'results'
+    shutil.copytree(undisturbed[0], root)
+    store, (parent, child, *_) = R.Store(root, 'smoke'), family()
+    for r in (parent, child): (store.done(r)/'weights.safetensors').unlink()
+    assert store.look(parent).state == store.look(child, weights=True).state == 'done'
+    batch = D.run_batch([parent, child], root, workers=1, live=False)
+    assert not batch.times and not (store.done(parent)/'weights.safetensors').exists(), 'nothing was to be done'
+    shutil.rmtree(store.done(child))
+    with pytest.raises(ValueError, match='its weights are not'): D.check_parent(child, store)
+    batch = D.run_batch([parent, child], root, workers=1, live=False)
+    assert {o.state for o in batch.outcomes.values()} == {'done'} and 'starts from them: it will be run again' in capsys.readouterr().out
+    for r in (parent, child):
+        record = R.read_record(store.done(r), weights=True)
+        assert (record['metrics'], record['history'], record['weights']['sha256']) == undisturbed[1][r.id]
+
+
 def test_weights_that_do_not_fit(undisturbed, tmp_path):
     "A parent of another shape under the parent's name: its record is whole, so the network must notice"
     root, (parent, child, _) = tmp_path/'results', family()
