@@ -67,21 +67,21 @@ SEEDS = dict(smoke=1, cpu=3, paper=1)
 
 _short = dict(optimizer='sgd', schedule='one_cycle', warmup=0, weight_decay=1e-4, label_smoothing=0., lr=0.1, lr_quantized=0.02, threads=1, compiled='native')
 _digits = dict(_short, data='digits', batch_size=64, loader=dict(held_out=160))
-_cifar = dict(_short, data='cifar10', batch_size=128, epochs=10, epochs_quantized=5, nesterov=True, label_smoothing=0.1, weight_decay=5e-4,
-              loader=dict(held_out=5000))
+_cifar = dict(_short, data='cifar10', batch_size=64, nesterov=True, label_smoothing=0.1, weight_decay=5e-4,
+              channels_last=True, loader=dict(held_out=5000))
 _imagenet = dict(data='imagenet', threads=0, compiled=True, loader=dict(size=224))
 SETTINGS = {
     'smoke': {
         'repvgg': dict(_digits, epochs=6, epochs_quantized=3, network=dict(width=0.25, depth=0.25, small_input=True, in_channels=1)),
         'acnet': dict(_digits, epochs=5, epochs_quantized=2, network=dict(width=0.125, depth=0.5, small_input=True, in_channels=1)),
         'ecbsr': dict(data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=12, epochs_quantized=3, optimizer='adam', schedule='one_cycle', weight_decay=0.,
-                      lr=4e-3, lr_quantized=4e-3, threads=1, compiled=False, warm_bits=4, warm_epochs=1),
+                      lr=4e-3, lr_quantized=4e-3, threads=1, compiled='native', warm_bits=4, warm_epochs=1),
         'time': dict(batch=16, size=128, rounds=9, network=dict(width=0.25, n_classes=10), threads=1, compiled=True)},
     'cpu': {
-        'repvgg': dict(_cifar, network=dict(width=0.25, depth=0.5, small_input=True)),
-        'acnet': dict(_cifar, network=dict(width=0.25, small_input=True)),
-        'ecbsr': dict(data='bsds400', patch=32, batch_size=16, steps_per_epoch=400, epochs=25, epochs_quantized=12, optimizer='adam', schedule='one_cycle', weight_decay=0.,
-                      lr=4e-3, lr_quantized=4e-3, threads=1, compiled=False),
+        'repvgg': dict(_cifar, epochs=16, epochs_quantized=3, network=dict(width=0.33, strides=[1, 2, 2, 2, 1], small_input=True)),
+        'acnet': dict(_cifar, epochs=10, epochs_quantized=3, network=dict(width=0.25, strides=[2, 1, 2, 2, 2], small_input=True)),
+        'ecbsr': dict(data='bsds400', patch=32, batch_size=16, steps_per_epoch=400, epochs=60, epochs_quantized=24, optimizer='adam',
+                      schedule='one_cycle', weight_decay=0., lr=4e-3, lr_quantized=4e-3, threads=1, compiled='native'),
         'time': dict(batch=16, size=128, rounds=7, network={}, threads=1, compiled=True)},
     'paper': {
         'repvgg': dict(_imagenet, network={}), 'acnet': dict(_imagenet, network={}), 'orepa': dict(_imagenet, network=dict(orepa_stem=True)),

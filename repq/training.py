@@ -506,6 +506,7 @@ def pilot(
     folder=None,               # keep a checkpoint here, and go on from it
     max_steps:int=None,
     small_input:bool=True,
+    channels_last:bool=False,  # memory layout of the weights, and so of all that follows
     **network                  # for the model, such as orepa_stem=True
 )->Pilot:
     "Train a classifier in full precision and score it on held-out training images"
@@ -514,6 +515,7 @@ def pilot(
     shape = dict(width=width, depth=depth, strides=strides, small_input=small_input, n_classes=dls.c)
     torch.manual_seed(seed)
     net = full_precision_network(model, block, statistics, **shape, **network).to(dls.device)
+    if channels_last: net.to(memory_format=torch.channels_last)
     loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
     with Workspace(folder) as work:
         keeper = fit(net, dls, loss, accuracy, work, epochs, lr, 'sgd', schedule_name, warmup, weight_decay,

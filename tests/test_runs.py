@@ -301,7 +301,7 @@ def test_paths_of_the_profiles():
     from repq.quantizer import use_compiled
     for run in (r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))):
         with use_compiled(run.settings['compiled']): pass
-        if run.profile != 'paper': assert run.settings['compiled'] == dict(classify='native', super_resolution=False, time=True)[run.task], run.id
+        if run.profile != 'paper': assert run.settings['compiled'] == dict(classify='native', super_resolution='native', time=True)[run.task], run.id
 
 
 def test_damage_is_named_and_set_aside(undisturbed, tmp_path, capsys):
