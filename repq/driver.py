@@ -238,7 +238,7 @@ def complete(run:Run, store:Store)->dict:
 def set_aside(folder:Path, store:Store)->Path:
     "Move what cannot be trusted out of the way, keeping it"
     to = store.folder/'.corrupt'/f'{folder.name}-{time.time_ns()}'
-    to.parent.mkdir(parents=True, exist_ok=True)
+    inside(to.parent, store.folder).mkdir(parents=True, exist_ok=True)
     return folder.rename(to)
 
 # %% ../nbs/21_driver.ipynb #2ce8d272

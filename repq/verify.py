@@ -64,12 +64,14 @@ def first_losses(
 def metrics_again(folder, record:dict, run:dict)->dict: # name -> hexadecimal number
     "The metric of stored weights on the fixed images, computed now"
     import torch
+    from repq.quantizer import use_compiled
     from repq.training import load_tensors, network_of, probe_metrics
     threads = torch.get_num_threads()
+    tensors, _ = load_tensors(Path(folder)/WEIGHTS, record['weights']['sha256'])
     try:
         torch.set_num_threads(run['settings'].get('threads') or threads)
-        tensors, _ = load_tensors(Path(folder)/WEIGHTS, record['weights']['sha256'])
-        return probe_metrics(network_of(run, tensors, WEIGHTS), run)
+        with use_compiled(run['settings'].get('compiled', False)):
+            return probe_metrics(network_of(run, tensors, WEIGHTS), run)
     finally: torch.set_num_threads(threads)
 
 # %% ../nbs/21_verify.ipynb #7e21f013

@@ -75,15 +75,16 @@ def alive(pid):
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-    root = tmp_path_factory.mktemp('undisturbed')/'results'
+    "A batch that nothing happens to: where it is, what came out, how long it took"
+    root, began = tmp_path_factory.mktemp('undisturbed')/'results', time.time()
     driver = start(root)
     out = driver.communicate(timeout=300)[0]
     assert driver.returncode == 0, out
-    return root, results(root)
+    return root, results(root), time.time() - began
 
 
 def test_finished_runs_are_complete(undisturbed):
-    root, found = undisturbed
+    root = undisturbed[0]
     for r in family():
         folder = root/'smoke'/r.id
         assert {p.name for p in folder.iterdir()} >= {'record.json', 'notebook.ipynb', 'weights.safetensors', 'crop.png'}
@@ -472,6 +473,19 @@ def test_names_are_pinned():
     every = [r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))]
     assert all(r.stored[k] in table.values() for r in every for k, table in records.WORDS.items())
     assert len({r.id for r in every}) == len({(r.id, r.profile) for r in every}), 'no two profiles share a run'
+
+
+def test_renamings_leave_names(monkeypatch):
+    "A block, a path and a setting get other names in the code: the words of specifications, and so all ids, stay"
+    run = pinned_runs()[0]
+    assert run.id == f'{run.label}-{PINNED[run.label]}'
+    def renamed(table, old, new): return {new if k == old else k: v for k, v in table.items()}
+    monkeypatch.setitem(records.WORDS, 'block', renamed(records.WORDS['block'], 'repvgg', 'three_branches'))
+    monkeypatch.setitem(records.VALUE_WORDS, 'path', renamed(records.VALUE_WORDS['path'], 'native', 'loop'))
+    monkeypatch.setattr(records, 'SETTING_WORDS', dict(execution='path', rate='lr'))
+    new = replace(run, block='three_branches', settings=dict(data='digits', execution='loop', rate=0.1))
+    assert new.id == run.id and records.from_words(new.stored) == new.spec()
+    with pytest.raises(ValueError, match="block 'repvgg' has no word"): replace(run, seed=1).id
 
 
 def test_export_from_a_record(undisturbed, tmp_path, capsys):
