@@ -29,8 +29,9 @@ def test_sidebar_has_all_pages_in_groups():
     listed, there = docs.pages(), [p.relative_to(NBS).as_posix() for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts]
     assert len(listed) == len(set(listed)), 'a page is in the sidebar twice'
     assert set(listed) - set(docs.TOP) == set(there), f'notebooks and the sidebar of _quarto.yml differ: {set(listed) ^ set(there)}'
-    learn = [int(p[:2]) for p in SIDEBAR['Learn']]
-    assert learn[:9] == list(range(1, 10)), 'Learn is read from kernels to quantized networks'
+    first, *others = SIDEBAR['Learn']
+    assert first == 'thirty_lines.ipynb', 'Learn begins with the algorithm itself'
+    assert [int(p[:2]) for p in others][:9] == list(range(1, 10)), 'Learn is read from kernels to quantized networks'
     assert SIDEBAR['Start'][0] == 'index.ipynb' and {'own_block', 'reproduce', 'cluster', 'digits', 'classify', 'super_resolution', 'timm_to_int8'} <= {Path(p).stem for p in TUTORIALS}
 
 
