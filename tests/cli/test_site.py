@@ -41,7 +41,9 @@ def test_sections_are_rooms():
     for room, listed in rooms.items():
         numbered = sorted((NBS/room).glob('*.ipynb'), key=lambda p: int(p.name.split('_')[0]))
         assert listed == [p.relative_to(NBS).as_posix() for p in numbered], room
-    learn = [p.split('/')[0] for p in SIDEBAR['Learn']]
+    first, *rooms = SIDEBAR['Learn']
+    assert first == 'thirty_lines.ipynb', 'Learn begins with the algorithm itself'
+    learn = [p.split('/')[0] for p in rooms]
     assert list(dict.fromkeys(learn)) == ['algebra', 'quantization', 'models', 'adopt', 'train', 'deploy']
 
 
