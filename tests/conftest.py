@@ -1,5 +1,5 @@
 "Options, and the count of random expressions in the closing summary"
-import json, os, sys, tempfile
+import json, os, resource, sys, tempfile
 from pathlib import Path
 import pytest, torch
 
@@ -32,3 +32,12 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def seed(): torch.manual_seed(0)
+
+
+@pytest.fixture
+def below_2_gb():
+    "Fails a test after which this process has needed more than 2 GB, or 0.25 GB more than the tests before it"
+    def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**20
+    before = peak()
+    yield
+    assert peak() < max(2, before + .25)

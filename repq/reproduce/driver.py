@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['PRELOAD', 'KERNELS', 'ENDED', 'RETRIES', 'EFFORT', 'STATISTICS_EFFORT', 'LOOK_AGAIN', 'die_with', 'kernel_main',
            'without_main', 'Forked', 'Kernels', 'sweep_folders', 'socket_folder', 'forkserver', 'can_fork',
-           'kernel_manager', 'check_parameters', 'parameters', 'check_parent', 'Outcome', 'claimed', 'make_portable',
-           'complete', 'set_aside', 'run_notebook', 'execute', 'run_again', 'kernel_died', 'reason', 'effort',
-           'seconds_left', 'confirmed', 'Batch', 'clock', 'Board', 'settle', 'run_batch', 'reproduce', 'open_executor']
+           'kernel_manager', 'check_parameters', 'parameters', 'check_parent', 'has_weights', 'Outcome', 'claimed',
+           'make_portable', 'complete', 'set_aside', 'run_notebook', 'execute', 'run_again', 'kernel_died', 'reason',
+           'effort', 'seconds_left', 'confirmed', 'Batch', 'clock', 'Board', 'settle', 'run_batch', 'reproduce',
+           'open_executor']
 
 # %% ../../nbs/reproduce/6_driver.ipynb #b38ac06a
 import ast, json, logging, os, platform, shutil, signal, sys, tempfile, threading, time, weakref
@@ -20,7 +21,7 @@ from pathlib import Path
 from .cluster import ClusterExecutor
 from ..tools.files import Corrupt, inside, misfit, read_json, seal, sha256, write_json, write_whole
 from .records import METHOD, SPEC_SHAPE, WEIGHTS, read_record, to_words
-from .runs import NOTEBOOKS, SEEDS, Run, Store, cells, experiments, graph, limited, printable, read_progress
+from .runs import NOTEBOOKS, SEEDS, Found, Run, Store, cells, experiments, graph, limited, printable, read_progress
 
 # %% ../../nbs/reproduce/6_driver.ipynb #e574f78b
 PRELOAD = ['repq.reproduce.training', 'repq.bench.cases', 'matplotlib.pyplot', 'pandas', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'skimage.data', 'sympy', 'torch._dynamo']
@@ -171,6 +172,11 @@ def check_parent(run:Run, store:Store):
     if run.parent is None: return
     found = store.look(run.parent, weights=True)
     if found.state != 'done': raise ValueError(f'its parent {run.parent.id} is {found.state}{f": {found.why}" if found.why else ""}')
+    if not has_weights(found): raise ValueError(f'the record of its parent {run.parent.id} is here, its weights are not')
+
+def has_weights(found:Found)->bool:
+    "Whether the weights of a finished run are here: a copy of a repository may have their digest alone"
+    return found.record['weights'] is None or (found.folder/WEIGHTS).is_file()
 
 @dataclass(frozen=True)
 class Outcome:
@@ -232,7 +238,7 @@ def complete(run:Run, store:Store)->dict:
 def set_aside(folder:Path, store:Store)->Path:
     "Move what cannot be trusted out of the way, keeping it"
     to = store.folder/'.corrupt'/f'{folder.name}-{time.time_ns()}'
-    to.parent.mkdir(parents=True, exist_ok=True)
+    inside(to.parent, store.folder).mkdir(parents=True, exist_ok=True)
     return folder.rename(to)
 
 # %% ../../nbs/reproduce/6_driver.ipynb #2ce8d272
@@ -266,8 +272,8 @@ def execute(
         with claimed(run, store) as other:
             if other: return Outcome(run.id, 'busy', f'{other} is at it: waiting for its result')
             found = store.look(run, weights=True)
-            if found.state in ENDED: return Outcome(run.id, found.state, 'was there already')
-            if found.state == 'corrupt': set_aside(found.folder, store)
+            if found.state in ENDED and has_weights(found): return Outcome(run.id, found.state, 'was there already')
+            if found.state in (*ENDED, 'corrupt'): set_aside(found.folder, store)
             died = run_again(run, store, fork)
             if died is None: return outcome('stopped')
         found = store.look(run)
@@ -415,11 +421,16 @@ class Board:
 # %% ../../nbs/reproduce/6_driver.ipynb #bceecf76
 def settle(runs, store:Store, say=print)->dict: # id -> state, of those that have ended
     "Check what is there already, and name what is damaged"
-    ended = {}
+    ended, without = {}, set()
     for r in runs:
         found = store.look(r, weights=True)
         if found.state == 'corrupt': say(f'not trusted: {found.why}. It will be run again; what is there is kept in {store.folder/".corrupt"}')
         if found.state in ENDED: ended[r.id] = found.state
+        if found.state in ENDED and not has_weights(found): without.add(r.id)
+    needed = {r.parent.id: r for r in runs if r.parent and r.id not in ended}
+    for id in without & set(needed):
+        say(f'{id} has a record here but no weights, and {needed[id].label} starts from them: it will be run again')
+        del ended[id]
     return ended
 
 # %% ../../nbs/reproduce/6_driver.ipynb #856ad517

@@ -6,7 +6,7 @@
 __all__ = ['METHOD', 'SPEC_FORMAT', 'WORDS', 'SETTING_WORDS', 'VALUE_WORDS', 'RECORD_FORMAT', 'WEIGHTS', 'SHA256', 'HEX_FLOAT',
            'COUNT', 'SHARE', 'POSITIVE', 'SPEC_SHAPE', 'SPAN', 'METRICS', 'MACHINE', 'SEGMENT', 'PROBE', 'EPOCH',
            'RECORD', 'BICUBIC_MARGIN', 'plain_value', 'word', 'to_words', 'from_words', 'label_of', 'key_of', 'id_of',
-           'commit', 'record_misfit', 'read_record', 'collapse']
+           'commit', 'record_misfit', 'read_record', 'check_file', 'collapse']
 
 # %% ../../nbs/reproduce/2_records.ipynb #5ec0d003
 import re, subprocess
@@ -128,7 +128,7 @@ def record_misfit(r:dict)->str:
 # %% ../../nbs/reproduce/2_records.ipynb #5ec0d021
 def read_record(
     folder,        # of a finished run
-    weights=False  # check the weights as well
+    weights=False  # check the weights as well, where they are
 )->dict:
     "The record of a finished run; raises `Corrupt` with what is wrong"
     folder = inside(folder, Path(folder).parent)
@@ -141,13 +141,16 @@ def read_record(
     check_seal(r, 'record.json')
     if r['id'] != folder.name: raise Corrupt(f'record.json is of {r["id"]}, not of this folder')
     if id_of(r['spec'], r['method']) != r['id']: raise Corrupt('the specification in record.json was changed: it does not have the name of its folder')
-    listed = r['files'] | ({WEIGHTS: r['weights']['sha256']} if r['weights'] else {})
-    for name, digest in listed.items():
+    for name, digest in r['files'].items():
         if Path(name).name != name: raise Corrupt(f'record.json is corrupt: files.{name[:80]} is no name of a file')
-        if not inside(folder/name, folder).is_file(): raise Corrupt(f'{name} is missing')
-        if (name != WEIGHTS or weights) and sha256(folder/name) != digest:
-            raise Corrupt(f'{name} is not the file that the record describes (its hash differs)')
+        check_file(folder/name, digest)
+    if inside(folder/WEIGHTS, folder).is_file() and weights: check_file(folder/WEIGHTS, (r['weights'] or {}).get('sha256'))
     return r
+
+def check_file(path, digest:str):
+    "Refuse a file of a run that is not the one its record describes"
+    if not inside(path, path.parent).is_file(): raise Corrupt(f'{path.name} is missing')
+    if sha256(path) != digest: raise Corrupt(f'{path.name} is not the file that the record describes (its hash differs)')
 
 # %% ../../nbs/reproduce/2_records.ipynb #5ec0d023
 BICUBIC_MARGIN = 1. # dB: super-resolution that is further below bicubic interpolation has collapsed

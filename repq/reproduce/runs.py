@@ -70,7 +70,7 @@ SEEDS = dict(smoke=1, cpu=3, paper=1)
 _short = dict(optimizer='sgd', schedule='one_cycle', warmup=0, weight_decay=1e-4, label_smoothing=0., lr=0.1, lr_quantized=0.02, threads=1, compiled='native')
 _digits = dict(_short, data='digits', batch_size=64, loader=dict(held_out=160))
 _cifar = dict(_short, data='cifar10', batch_size=64, nesterov=True, label_smoothing=0.1, weight_decay=5e-4,
-              channels_last=True, loader=dict(held_out=5000))
+              channels_last=True, lr=0.05, lr_quantized=0.01, loader=dict(held_out=5000, pad=2))
 _imagenet = dict(data='imagenet', threads=0, compiled=True, loader=dict(size=224))
 SETTINGS = {
     'smoke': {
@@ -82,7 +82,7 @@ SETTINGS = {
     'cpu': {
         'repvgg': dict(_cifar, epochs=16, epochs_quantized=3, network=dict(width=0.33, strides=[1, 2, 2, 2, 1], small_input=True)),
         'acnet': dict(_cifar, epochs=10, epochs_quantized=3, network=dict(width=0.25, strides=[2, 1, 2, 2, 2], small_input=True)),
-        'ecbsr': dict(data='bsds400', patch=32, batch_size=16, steps_per_epoch=400, epochs=60, epochs_quantized=24, optimizer='adam',
+        'ecbsr': dict(data='bsds400', patch=32, batch_size=16, steps_per_epoch=400, epochs=120, epochs_quantized=24, optimizer='adam',
                       schedule='one_cycle', weight_decay=0., lr=4e-3, lr_quantized=4e-3, threads=1, compiled='native'),
         'time': dict(batch=16, size=128, rounds=7, network={}, threads=1, compiled=True)},
     'paper': {

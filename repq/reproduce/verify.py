@@ -64,12 +64,14 @@ def first_losses(
 def metrics_again(folder, record:dict, run:dict)->dict: # name -> hexadecimal number
     "The metric of stored weights on the fixed images, computed now"
     import torch
+    from repq.quantization.lsq import use_compiled
     from repq.reproduce.training import load_tensors, network_of, probe_metrics
     threads = torch.get_num_threads()
+    tensors, _ = load_tensors(Path(folder)/WEIGHTS, record['weights']['sha256'])
     try:
         torch.set_num_threads(run['settings'].get('threads') or threads)
-        tensors, _ = load_tensors(Path(folder)/WEIGHTS, record['weights']['sha256'])
-        return probe_metrics(network_of(run, tensors, WEIGHTS), run)
+        with use_compiled(run['settings'].get('compiled', False)):
+            return probe_metrics(network_of(run, tensors, WEIGHTS), run)
     finally: torch.set_num_threads(threads)
 
 # %% ../../nbs/reproduce/7_verify.ipynb #7e21f013
@@ -84,7 +86,7 @@ def check_losses(folder:Path, record:dict, run:dict)->tuple: # how they differ, 
     if not recorded: return '', '', 'it has no training' if run['strategy'] == 'ptq' else 'it took no step'
     home = folder.parent/id_of(parent, record['method']) if parent else None
     if home and not home.is_dir(): return '', '', f'its parent {home.name} is not there'
-    if home and read_record(home)['weights'] is None: return '', '', f'its parent {home.name} has no weights'
+    if home and not (home/WEIGHTS).is_file(): return '', '', f'the weights of its parent {home.name} are not here'
     elsewhere = same_maker(record['segments'][0], run['settings'].get('compiled', False))
     now = first_losses(run, str(home) if home else None, len(recorded))
     if len(now) != len(recorded): return f'{len(recorded)} losses were recorded, and there are {len(now)}', '', ''
@@ -96,6 +98,7 @@ def check_metrics(folder:Path, record:dict, run:dict)->tuple: # how they differ,
     "Compare the metric of stored weights with that of now"
     recorded = record['probe']['metrics']
     if record['weights'] is None or not recorded: return '', '', record['probe'].get('note', 'no metric was recorded')
+    if not (folder/WEIGHTS).is_file(): return '', '', 'its weights are not here, only their digest'
     elsewhere = same_maker(record['segments'][-1], run['settings'].get('compiled', False))
     now = metrics_again(folder, record, run)
     if set(now) != set(recorded): return f'{", ".join(sorted(recorded))} were recorded, and there are {", ".join(sorted(now))}', '', ''

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['NUMBER', 'DEPTH', 'TEXT', 'SIZE', 'write_whole', 'Corrupt', 'Number', 'brief', 'misfit', 'misfit_of_object',
-           'write_json', 'parse_json', 'read_json', 'canonical', 'hash_text', 'seal', 'check_seal', 'inside', 'sha256']
+           'write_json', 'read_file', 'parse_json', 'read_json', 'canonical', 'hash_text', 'seal', 'check_seal',
+           'inside', 'sha256']
 
 # %% ../../nbs/tools/1_files.ipynb #f11e0003
-import hashlib, json, math, os, re, secrets
+import hashlib, json, math, os, re, secrets, stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,6 +105,13 @@ def write_json(path, value, parents:bool=False)->Path:
     "Write a JSON file, whole or not at all"
     return write_whole(path, json.dumps(value, indent=1, allow_nan=False) + '\n', parents)
 
+def read_file(path, most:int)->bytes:
+    "The content of an ordinary file that is not larger than `most` bytes"
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode): raise Corrupt(f'{path} is corrupt: it is no ordinary file') # a pipe would be waited for
+    if about.st_size > most: raise Corrupt(f'{path} is corrupt: {about.st_size:,} bytes, at most {most:,} are read')
+    with open(path, 'rb') as f: return f.read(most)
+
 def parse_json(data:bytes, name:str, shape=...):
     "A JSON text as a value of a shape, or an error that names the file and the place"
     def no_number(text): raise ValueError(f'{text} is not a number of JSON')
@@ -115,8 +123,7 @@ def parse_json(data:bytes, name:str, shape=...):
 
 def read_json(path, shape=...):
     "Read a JSON file of a shape; one that does not have it is named, with the place"
-    if (size := os.stat(path).st_size) > SIZE: raise Corrupt(f'{path} is corrupt: {size:,} bytes, at most {SIZE:,} are read')
-    with open(path, 'rb') as f: return parse_json(f.read(SIZE + 1), str(path), shape)
+    return parse_json(read_file(path, SIZE), str(path), shape)
 
 # %% ../../nbs/tools/1_files.ipynb #f11e0023
 def canonical(value)->str:

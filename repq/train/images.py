@@ -494,6 +494,7 @@ def cifar10_dls(
     augment=True,      # pad by 4, crop, flip
     cache=None,        # see `cached`
     device=None,
+    pad:int=None,      # another padding before the crop; 0: flip only
     held_out:int=0     # training images that validate instead; the test images are then a third loader, see `scoring_loader`
 ): # fastai `DataLoaders`
     "CIFAR-10 from `cifar10.zip` or a folder `cifar10`, in memory"
@@ -503,7 +504,8 @@ def cifar10_dls(
     if n_valid is not None: data |= thin_out('valid', n_valid)
     data = with_held_out(data, held_out)
     if n_train is not None: data |= thin_out('train', n_train)
-    return memory_dls(**data, vocab=vocab, batch_size=batch_size, augment=augment, seed=seed, stats=STATS['cifar10'], device=device)
+    return memory_dls(**data, vocab=vocab, batch_size=batch_size, augment=augment, seed=seed, pad=pad,
+                      stats=STATS['cifar10'], device=device)
 
 # %% ../../nbs/train/1_images.ipynb #1acdb967
 def torchvision_dls(

@@ -326,7 +326,7 @@ def exported(source, out):
         return main(['export', str(source), '--check', '--batches', '1', '--out', str(out/'net.onnx')])
 
 
-def test_bad_files(tmp_path, weights, capfd):
+def test_bad_files(tmp_path, weights, capfd, below_2_gb):
     "75 bad files for `repq export`: each exports what agrees with its network, or gives one line and leaves nothing"
     count = Counter()
     for i, kind in enumerate(['good', *KINDS, *RAW]):

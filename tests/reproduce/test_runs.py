@@ -75,15 +75,16 @@ def alive(pid):
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-    root = tmp_path_factory.mktemp('undisturbed')/'results'
+    "A batch that nothing happens to: where it is, what came out, how long it took"
+    root, began = tmp_path_factory.mktemp('undisturbed')/'results', time.time()
     driver = start(root)
     out = driver.communicate(timeout=300)[0]
     assert driver.returncode == 0, out
-    return root, results(root)
+    return root, results(root), time.time() - began
 
 
 def test_finished_runs_are_complete(undisturbed):
-    root, found = undisturbed
+    root = undisturbed[0]
     for r in family():
         folder = root/'smoke'/r.id
         assert {p.name for p in folder.iterdir()} >= {'record.json', 'notebook.ipynb', 'weights.safetensors', 'crop.png'}
@@ -351,6 +352,24 @@ def test_diverging_training_is_a_failure(tmp_path):
     assert o.state == 'failed' and 'the loss is' in o.why and 'learning rate' in o.why
 
 
+def test_records_without_weights(undisturbed, tmp_path, capsys):
+    "A repository may hold weights as a digest alone: such a run has ended, and is made again only for a child that starts from it"
+    root = tmp_path/'results'
+    shutil.copytree(undisturbed[0], root)
+    store, (parent, child, *_) = R.Store(root, 'smoke'), family()
+    for r in (parent, child): (store.done(r)/'weights.safetensors').unlink()
+    assert store.look(parent).state == store.look(child, weights=True).state == 'done'
+    batch = D.run_batch([parent, child], root, workers=1, live=False)
+    assert not batch.times and not (store.done(parent)/'weights.safetensors').exists(), 'nothing was to be done'
+    shutil.rmtree(store.done(child))
+    with pytest.raises(ValueError, match='its weights are not'): D.check_parent(child, store)
+    batch = D.run_batch([parent, child], root, workers=1, live=False)
+    assert {o.state for o in batch.outcomes.values()} == {'done'} and 'starts from them: it will be run again' in capsys.readouterr().out
+    for r in (parent, child):
+        record = R.read_record(store.done(r), weights=True)
+        assert (record['metrics'], record['history'], record['weights']['sha256']) == undisturbed[1][r.id]
+
+
 def test_weights_that_do_not_fit(undisturbed, tmp_path):
     "A parent of another shape under the parent's name: its record is whole, so the network must notice"
     root, (parent, child, _) = tmp_path/'results', family()
@@ -454,6 +473,19 @@ def test_names_are_pinned():
     every = [r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))]
     assert all(r.stored[k] in table.values() for r in every for k, table in records.WORDS.items())
     assert len({r.id for r in every}) == len({(r.id, r.profile) for r in every}), 'no two profiles share a run'
+
+
+def test_renamings_leave_names(monkeypatch):
+    "A block, a path and a setting get other names in the code: the words of specifications, and so all ids, stay"
+    run = pinned_runs()[0]
+    assert run.id == f'{run.label}-{PINNED[run.label]}'
+    def renamed(table, old, new): return {new if k == old else k: v for k, v in table.items()}
+    monkeypatch.setitem(records.WORDS, 'block', renamed(records.WORDS['block'], 'repvgg', 'three_branches'))
+    monkeypatch.setitem(records.VALUE_WORDS, 'path', renamed(records.VALUE_WORDS['path'], 'native', 'loop'))
+    monkeypatch.setattr(records, 'SETTING_WORDS', dict(execution='path', rate='lr'))
+    new = replace(run, block='three_branches', settings=dict(data='digits', execution='loop', rate=0.1))
+    assert new.id == run.id and records.from_words(new.stored) == new.spec()
+    with pytest.raises(ValueError, match="block 'repvgg' has no word"): replace(run, seed=1).id
 
 
 def test_export_from_a_record(undisturbed, tmp_path, capsys):

@@ -296,3 +296,22 @@ def test_a_training_with_adam_goes_on_bit_for_bit(tmp_path, bits):
     again, resumed = train(tmp_path)
     assert resumed.sessions == 2 and resumed.history == whole.history
     assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
+
+
+@pytest.mark.parametrize('bits, statistics', [(32, 'batch'), (32, 'estimate'), (4, 'batch'), (4, 'estimate')])
+def test_a_training_in_channels_last_goes_on_bit_for_bit(tmp_path, bits, statistics):
+    "The layout of the cpu profile, on the path of its trainings: a checkpoint has tensors without a layout, and the network keeps its own"
+    from repq.quantization.lsq import use_compiled
+    def train(folder=None):
+        torch.manual_seed(0)
+        net = full_precision_network('repvgg_a0', 'repvgg', statistics, width=1/8, depth=1/4, small_input=True, in_channels=1, n_classes=10)
+        if bits < 32: net = quantized_network(net, 'repq', bits, statistics)
+        net.to(memory_format=torch.channels_last)
+        with Workspace(folder, 'native') as work, use_compiled('native'):
+            return net, fit(net, digits_dls(), F.cross_entropy, accuracy, work, 3, .05, schedule_name='one_cycle', bits=bits, nesterov=True, keep_best=True)
+    net, whole = train()
+    with cut_after(1): train(tmp_path)
+    again, resumed = train(tmp_path)
+    assert any(p.ndim == 4 and min(p.shape) > 1 and p.is_contiguous(memory_format=torch.channels_last) for p in again.parameters())
+    assert resumed.sessions == 2 and resumed.history == whole.history
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
