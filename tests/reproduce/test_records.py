@@ -391,7 +391,8 @@ def test_a_record_names_the_path_that_was_taken(tmp_path, monkeypatch, capsys):
 
 def test_verify_takes_the_path_of_the_run(undisturbed, monkeypatch):
     "After many records torch.compile would pay off, and round differently: the metric is computed on the recorded path"
-    from repq import quantizer, verify
+    from repq.quantization import lsq as quantizer
+    from repq.reproduce import verify
     folder = R.Store(undisturbed[0]).done(family()[1])
     record, modes = read_record(folder), []
     monkeypatch.setattr(quantizer, 'compile_after', 0)
