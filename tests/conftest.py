@@ -3,7 +3,8 @@ import json, os, resource, sys, tempfile
 from pathlib import Path
 import pytest, torch
 
-sys.path[:0] = [str(p) for p in (Path(__file__).parent, *sorted(Path(__file__).parent.glob('[a-z]*/')))]   # what tests share
+HERE = Path(__file__).parent
+sys.path[:0] = map(str, [HERE, *sorted(HERE.glob('[a-z]*/'))])   # what tests share
 torch.set_num_threads(1)   # small tensors, and several test processes on few cores
 
 
