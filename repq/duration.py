@@ -100,7 +100,7 @@ DEVICES = {name: Device(*(6*RESNET50*images for images in published)) for name, 
 DEVICE_OF = dict(gpu='A100', paper='V100')
 
 # %% ../nbs/21_duration.ipynb #d0a70016
-def step_seconds(net, x, rounds:int=2)->float: # of one thread
+def step_seconds(net, x, rounds:int=3)->float: # of one thread
     "Processor time of one training step: forward, backward and update"
     import torch
     from repq.training import sgd

@@ -586,7 +586,7 @@ def paper_data(tmp_path_factory):
         for k in range(2): save(data/f'imagenet/train/{wnid}/{wnid}_{k}.JPEG', 240, 50*i + 20*k)
         save(data/f'imagenet/val/{wnid}/ILSVRC2012_val_{i:08d}.JPEG', 240, 40*i)
     for i, name in enumerate(('cat', 'dog')):
-        for k in range(4): save(data/f'cifar10/train/{name}/{k}.png', 32, 60*i + 20*k)
+        for k in range(130): save(data/f'cifar10/train/{name}/{k}.png', 32, 60*i + 3*k)   # a record's probe takes batches of 250
         save(data/f'cifar10/test/{name}/0.png', 32, 90*i)
     for k in range(2): save(data/f'sr/DIV2K/DIV2K_train_HR/{k + 1:04d}.png', 160, 100*k)
     for k in range(2): save(data/f'sr/BSDS400/HR/{k + 1:04d}.png', 160, 100*k)
