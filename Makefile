@@ -22,7 +22,7 @@ $(STAMP): settings.ini setup.py constraints.txt
 	@touch $(STAMP)
 
 PROFILE ?= smoke
-reproduce: install ## make all tables of the paper, small (PROFILE=cpu: real data from REPQ_DATA, hours)
+reproduce: install ## make all tables of the paper, small (PROFILE=cpu: real data from REPQ_DATA, hours; gpu: a day on one)
 	$(BIN)/repq reproduce --profile $(PROFILE)
 
 test: check notebooks pytest ## everything CI runs: notebooks = modules, the notebooks' own tests, tests/

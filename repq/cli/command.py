@@ -266,15 +266,20 @@ def batch_of(args)->tuple: # runs, store
     from repq.reproduce.runs import Store, cells, graph, limited
     return limited(graph(cells(args.profile, args.table, args.seeds)), getattr(args, 'steps', None)), Store(args.results, args.profile)
 
-def list_runs(runs, store):
-    "Every run with its settings, and what there is of it"
-    from repq.reproduce.runs import gpu_hours
-    hide, hours = ('threads', 'compiled'), 0.
+def list_runs(args, runs, store):
+    "Every run with its settings and what there is of it, and how long the batch takes"
+    from repq.reproduce.duration import about, estimate, paces, runs_by_table, summary
+    from repq.reproduce.runs import usual_workers
+    hide, known, states, estimates = ('threads', 'compiled'), paces(store), {}, {}
     for r in runs:
-        print(f'{r.id}  [{store.look(r).state}]' + (f'  after {r.parent.label}' if r.parent else ''))
+        states[r.id], estimates[r] = store.look(r).state, estimate(r, known)
+        parent = f'  after {r.parent.label}' if r.parent else ''
+        print(f'{r.id}  [{states[r.id]}]{parent}  about {about(estimates[r].seconds)}')
         print('    ' + ', '.join(f'{k}={v}' for k, v in r.settings.items() if k not in hide))
-        if r.profile == 'paper': hours += gpu_hours(r); print(f'    about {gpu_hours(r):.1f} GPU hours')
-    print(f'{len(runs)} runs' + (f', about {hours:,.0f} GPU hours (V100, at half of its peak, without loading of data)' if hours else ''))
+    if not runs: return print('0 runs')
+    done = {i for i, state in states.items() if state in ('done', 'collapsed')}
+    by_table = runs_by_table(args.profile, args.table, args.seeds, args.steps)
+    print('\n' + summary(by_table, estimates, done, args.workers or usual_workers(args.profile)))
 
 def run_reproduce(args)->int:
     "Make the runs behind the tables, print the tables, write the report"
@@ -283,7 +288,7 @@ def run_reproduce(args)->int:
     from repq.reproduce.tables import all_tables, write_report, write_tables
     if args.workers and args.scheduler: raise ValueError('--workers is for trainings on this machine, --scheduler for those of a cluster: give one of them')
     runs, store = batch_of(args)
-    if args.dry_run: return list_runs(runs, store) or 0
+    if args.dry_run: return list_runs(args, runs, store) or 0
     if not runs: return without_runs(args)
     check_results(store)
     report = Updater(lambda: write_report(args.results, args.profile, args.seeds))
@@ -315,7 +320,7 @@ def without_runs(args)->int:
     "Tables that need no training, or that a profile does not have"
     from repq.reproduce.tables import all_tables
     if 'side' in args.table and args.profile == 'smoke':
-        raise ValueError('the smoke profile has no side experiments: give --profile cpu or --profile paper, or another --table (1, 2, 3, 4)')
+        raise ValueError('the smoke profile has no side experiments: give --profile cpu, gpu or paper, or another --table (1, 2, 3, 4)')
     for t in all_tables(args.profile, args.results, args.seeds):
         if t.number in args.table: print(t, end='\n\n')
     print('No runs belong to this: it is a list of settings.')
@@ -403,10 +408,10 @@ def add_reproduction(commands, style):
         p.set_defaults(run=run)
         return p
     p = add('reproduce', run_reproduce, "make the runs behind the paper's tables", description="Make the runs behind the paper's tables, or what is missing of them. Data is looked for in REPQ_DATA; smoke needs none.")
-    p.add_argument('--workers', type=up_to(1000), metavar='W', help='trainings at a time on this machine (default: the number of cores)')
-    p.add_argument('--scheduler', type=given_text, metavar='ADDRESS', help='of a Dask scheduler, such as tcp://host:8786: its workers do the trainings. They need the same folder of results')
+    p.add_argument('--workers', type=up_to(1000), metavar='W', help='trainings at a time on this machine (default: the number of cores; for gpu and paper 1, which has its first GPU)')
+    p.add_argument('--scheduler', type=given_text, metavar='ADDRESS', help='of a Dask scheduler, such as tcp://host:8786: its workers do the trainings. They need the same folder of results. For gpu and paper start a worker for each GPU: CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS --nthreads 1 --resources GPU=1, then 1, 2, ...')
     p.add_argument('--steps', type=up_to(10**9), metavar='N', help='stop each training after N steps, to see whether it starts')
-    p.add_argument('--dry-run', action='store_true', help='list the runs and their settings, and do nothing')
+    p.add_argument('--dry-run', action='store_true', help='list the runs and their settings, say about how long each table takes, and do nothing')
     p = add('status', run_status, 'how far the runs are')
     p.add_argument('--all', action='store_true', help='list finished and missing runs too')
     p = add('tables', run_tables, 'show tables and claims from the results')

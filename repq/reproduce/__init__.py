@@ -15,4 +15,5 @@ __getattr__, __dir__, __all__ = lazy(
     statements=[],
     verdicts=[],
     formats=[],
-    tables=[])
+    tables=[],
+    duration=[])

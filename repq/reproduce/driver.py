@@ -21,7 +21,8 @@ from pathlib import Path
 from .cluster import ClusterExecutor
 from ..tools.files import Corrupt, inside, misfit, read_json, seal, sha256, write_json, write_whole
 from .records import METHOD, SPEC_SHAPE, WEIGHTS, read_record, to_words
-from .runs import NOTEBOOKS, SEEDS, Found, Run, Store, cells, experiments, graph, limited, printable, read_progress
+from .runs import (NOTEBOOKS, ON_GPU, SEEDS, Found, Run, Store, cells, experiments, graph, limited, printable, read_progress,
+                       usual_workers)
 
 # %% ../../nbs/reproduce/6_driver.ipynb #e574f78b
 PRELOAD = ['repq.reproduce.training', 'repq.bench.cases', 'matplotlib.pyplot', 'pandas', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'skimage.data', 'sympy', 'torch._dynamo']
@@ -132,7 +133,8 @@ def forkserver(): # multiprocessing context
 def can_fork(run:Run)->bool:
     "Whether the kernel of a run may be forked"
     import multiprocessing
-    return 'forkserver' in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon and run.profile != 'paper'
+    if run.profile in ON_GPU or multiprocessing.current_process().daemon: return False
+    return 'forkserver' in multiprocessing.get_all_start_methods()
 
 @lru_cache(maxsize=None)
 def kernel_manager(fork:bool): # class
@@ -437,7 +439,7 @@ def settle(runs, store:Store, say=print)->dict: # id -> state, of those that hav
 def run_batch(
     runs,                # of one profile, parents before children
     root='results',
-    workers:int=None,    # kernels at a time; by default the number of cores
+    workers:int=None,    # kernels at a time; by default see `usual_workers`
     scheduler:str=None,  # address of a Dask scheduler
     on_change=None,      # called with the batch after a run has ended
     live=None,           # draw bars; by default on a terminal
@@ -447,7 +449,7 @@ def run_batch(
     runs = list(runs)
     if len({r.profile for r in runs}) != 1: raise ValueError('a batch needs runs, all of one profile; ' + ('there are none' if not runs else 'these are of several'))
     profile = runs[0].profile
-    store, workers = Store(root, profile), workers or os.cpu_count() or 1
+    store, workers = Store(root, profile), workers or usual_workers(profile)
     if os.name != 'nt': sweep_folders()
     store.folder.mkdir(parents=True, exist_ok=True)
     batch = Batch(runs, root, settle(runs, store))

@@ -192,14 +192,14 @@ def make_table(number, results:Results)->Table:
 
 def table(
     number,           # 1, 2, 3, 4, 'S1' or 'side'
-    profile='smoke',  # 'smoke' | 'cpu' | 'paper'
+    profile='smoke',  # 'smoke' | 'cpu' | 'gpu' | 'paper'
     root='results',   # folder of the profiles
     seeds:int=None    # by default those of the last batch, or of the profile
 )->Table:
     "One table of the paper, ours beside the paper's"
     if str(number) not in NUMBERS: raise ValueError(f'a table is one of {", ".join(NUMBERS)}, got {number!r}')
     results = Results(profile, root, seeds)
-    if str(number) == 'side' and not any(a[0] == 'side' for a in results.cells): raise ValueError(f'the {profile} profile has no side experiments: choose cpu or paper')
+    if str(number) == 'side' and not any(a[0] == 'side' for a in results.cells): raise ValueError(f'the {profile} profile has no side experiments: choose cpu, gpu or paper')
     return make_table(str(number), results)
 
 def all_tables(profile='smoke', root='results', seeds:int=None, results:Results=None)->list:

@@ -9,8 +9,9 @@ __all__ = ['LARGEST_FILE', 'STAND_INS', 'PROBE_STEPS', 'KEPT', 'CHECKPOINT', 'PR
            'path_here', 'Workspace', 'classifier_data', 'imagenet_dls', 'stand_in', 'sr_data', 'estimate_1x1',
            'full_precision_network', 'quantized_network', 'described_network', 'network_of', 'count_layers', 'schedule',
            'nesterov_step', 'sgd', 'torch_adam_step', 'adam', 'compiler_of', 'origin', 'check_finite', 'Keeper',
-           'is_best', 'save', 'made_elsewhere', 'take_up', 'resume', 'check_rates', 'fit', 'Pilot', 'pilot',
-           'probe_metrics', 'not_finite', 'finish', 'variance_errors', 'check_description', 'load_network', 'data_of']
+           'is_best', 'save', 'made_elsewhere', 'take_up', 'resume', 'Bfloat16', 'check_autocast', 'check_rates', 'fit',
+           'Pilot', 'pilot', 'probe_metrics', 'not_finite', 'finish', 'variance_errors', 'check_description',
+           'load_network', 'data_of']
 
 # %% ../../nbs/reproduce/3_training.ipynb #fad7283f
 import fcntl, hashlib, json, math, os, platform, shlex, subprocess, time
@@ -23,6 +24,7 @@ from torch import nn
 from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes, save as to_bytes
 from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.fp16 import MixedPrecision
 import fastai.callback.progress # gives Learner no_bar
 from fastai.callback.schedule import ParamScheduler, SchedCos, SchedLin, combine_scheds, combined_cos
 from fastai.learner import Learner
@@ -437,6 +439,21 @@ def resume(self:Keeper, learn)->int: # epochs already trained
 
 for f in (is_best, save, resume): setattr(Keeper, f.__name__, f)
 
+# %% ../../nbs/reproduce/3_training.ipynb #ba16c005
+class Bfloat16(MixedPrecision):
+    "fastai's mixed precision in bfloat16, on the device of the data"
+    def __init__(self): super().__init__(amp_mode='bf16')
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = torch.autocast(self.dls.device.type, torch.bfloat16)
+
+def check_autocast(autocast, bits:int):
+    "Refuse a type that autocast is not used with, and quantized networks"
+    one_of(autocast, (None, 'bfloat16'), 'autocast')
+    if autocast and bits < 32:
+        raise ValueError(f'autocast={autocast!r} is for networks in full precision, got bits={bits}: it would round the numbers '
+                         'of a grid of 8 bits by up to a step. Leave autocast away')
+
 # %% ../../nbs/reproduce/3_training.ipynb #2665f18d
 def check_rates(**rates):
     "Refuse learning rates that train nothing, or backwards"
@@ -458,14 +475,17 @@ def fit(
     schedule_bits:dict=None,    # {epoch: bits} before the final ones
     nesterov:bool=False,        # Nesterov's momentum, for 'sgd'
     decay:str='weights',        # what decays: 'weights', or 'all' with norms and biases; steps never do
+    autocast:str=None,          # 'bfloat16': convolutions in this type, for full precision
     **kwargs                    # of Keeper
 )->Keeper: # with the history; `net` holds the weights of the last epoch
     "Train a network, or go on where it was cut off"
     check_rates(lr=lr, step_lr=step_lr if bits < 32 and step_lr is not None else lr)
     opt = dict(sgd=partial(sgd, nesterov=nesterov), adam=adam)[one_of(optimizer, ('sgd', 'adam'), 'optimizer')]
     one_of(decay, ('weights', 'all'), 'decay')
+    check_autocast(autocast, bits)
     keeper = Keeper(work, **kwargs)
     cbs = [repq_data.FollowEpoch(), keeper, ParamScheduler(schedule(schedule_name, lr, warmup/max(1, epochs)))]
+    if autocast: cbs.append(Bfloat16())
     if bits < 32:
         cbs.append(qat := QAT(bits, bits, step_lr=0.1 if step_lr is None else step_lr/lr, schedule=schedule_bits, start='first'))
         if max(qat.plan) >= epochs: raise ValueError(f'{bits} bits begin with epoch {max(qat.plan) + 1} of {epochs}, so they would never be trained: train for more epochs, or shorten the stages before, {schedule_bits}')

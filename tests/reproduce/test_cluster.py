@@ -28,8 +28,8 @@ class Site:
         p = self.start('distributed.cli.dask_scheduler', '--port', '0', '--host', '127.0.0.1', '--no-dashboard', '--scheduler-file', str(file), *more)
         wait_for(lambda: file.exists() and file.read_text(), 60, 'the scheduler')
         return p, json.loads(file.read_text())['address']
-    def worker(self, address, name, **env):
-        words = ('distributed.cli.dask_worker', address, '--nthreads', '1', '--no-nanny', '--no-dashboard', '--name', name, '--local-directory', str(self.folder/name))
+    def worker(self, address, name, *more, **env):
+        words = ('distributed.cli.dask_worker', address, '--nthreads', '1', '--no-nanny', '--no-dashboard', '--name', name, '--local-directory', str(self.folder/name), *more)
         return self.start(*words, **env)
     def end(self):
         for p in self.processes:
@@ -104,6 +104,27 @@ def test_a_worker_with_another_folder_is_left_out(site, tmp_path):
     with pytest.raises(OSError, match='no worker of the Dask scheduler.*Nothing was run.*apart.*does not have the results folder'):
         D.run_batch(runs(), results, scheduler=address, live=False)
     assert time.time() - began < LIMIT and not any(R.Store(results).done(r).exists() for r in runs())
+
+
+def test_each_gpu_has_one_worker(site, tmp_path, capsys):
+    "The second of two workers with one GPU is left out, until the first has gone"
+    _, address = site.scheduler()
+    gpu = ('--resources', 'GPU=1')
+    first = site.worker(address, 'first', *gpu, CUDA_VISIBLE_DEVICES='0')
+    with D.open_executor(1, address, 'gpu', R.Store(tmp_path/'results', 'gpu')) as cluster:
+        def trusted():
+            cluster.look()
+            return sorted(cluster.present[a]['name'] for a in cluster.trusted)
+        wait_for(lambda: trusted() == ['first'], what='the first worker')
+        site.worker(address, 'second', *gpu, CUDA_VISIBLE_DEVICES='0,1')
+        site.worker(address, 'third', *gpu, CUDA_VISIBLE_DEVICES='1')
+        wait_for(lambda: trusted() == ['first', 'third'] and cluster.left_out, what='the other two')
+        out = capsys.readouterr().out
+        assert 'worker second' in out and 'it takes the same GPU as worker first' in out and 'CUDA_VISIBLE_DEVICES' in out
+        os.killpg(first.pid, signal.SIGKILL)
+        wait_for(lambda: trusted() == ['second', 'third'], what='the second to take the place of the first')
+    with D.open_executor(1, address, 'smoke', R.Store(tmp_path/'results')) as cluster:
+        wait_for(lambda: cluster.look() is None and cluster.slots() == 2, what='workers that share a processor')
 
 
 def test_what_a_worker_says_is_not_believed(tmp_path):

@@ -301,7 +301,8 @@ def test_paths_of_the_profiles():
     from repq.quantization.lsq import use_compiled
     for run in (r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))):
         with use_compiled(run.settings['compiled']): pass
-        if run.profile != 'paper': assert run.settings['compiled'] == dict(classify='native', super_resolution='native', time=True)[run.task], run.id
+        if run.profile in R.ON_GPU: assert run.settings['compiled'] is True, run.id
+        else: assert run.settings['compiled'] == dict(classify='native', super_resolution='native', time=True)[run.task], run.id
 
 
 def test_damage_is_named_and_set_aside(undisturbed, tmp_path, capsys):
@@ -547,9 +548,10 @@ def test_cluster_loses_a_worker(undisturbed, tmp_path, cluster):
     assert R.read_record(store.done(parent))['time']['sessions'] == 2 and not alive(kernel)
 
 
-def test_paper_runs_ask_for_a_gpu(cluster):
+@pytest.mark.parametrize('profile', R.ON_GPU)
+def test_runs_for_gpus_ask_for_one(cluster, profile):
     address, workers = cluster
-    with D.open_executor(1, address, 'smoke') as any_worker, D.open_executor(1, address, 'paper') as with_gpu:
+    with D.open_executor(1, address, 'smoke') as any_worker, D.open_executor(1, address, profile) as with_gpu:
         wait_for(lambda: len(any_worker.client.scheduler_info()['workers']) == 2, what='both workers')
         assert {with_gpu.submit(os.getpid).result(60) for _ in range(6)} == {workers[1].pid}
         assert any_worker.submit(os.getpid).result(60) in {w.pid for w in workers}
@@ -569,11 +571,11 @@ def test_no_scheduler_there(tmp_path):
         with D.open_executor(1, 'tcp://127.0.0.1:9'): pass
 
 
-# -- the paper's setting
+# -- the paper's setting, and that of one GPU
 
 @pytest.fixture(scope='module')
 def paper_data(tmp_path_factory):
-    "A few pictures in the layouts of ImageNet, DIV2K and the test sets"
+    "A few pictures in the layouts of ImageNet, CIFAR-10, DIV2K, BSDS400 and the test sets"
     import skimage.data
     from PIL import Image
     data, picture = tmp_path_factory.mktemp('data'), Image.fromarray(skimage.data.astronaut())
@@ -583,12 +585,13 @@ def paper_data(tmp_path_factory):
     for i, wnid in enumerate(('n01440764', 'n01443537')):
         for k in range(2): save(data/f'imagenet/train/{wnid}/{wnid}_{k}.JPEG', 240, 50*i + 20*k)
         save(data/f'imagenet/val/{wnid}/ILSVRC2012_val_{i:08d}.JPEG', 240, 40*i)
+    for i, name in enumerate(('cat', 'dog')):
+        for k in range(130): save(data/f'cifar10/train/{name}/{k}.png', 32, 60*i + 3*k)   # a record's probe takes batches of 250
+        save(data/f'cifar10/test/{name}/0.png', 32, 90*i)
     for k in range(2): save(data/f'sr/DIV2K/DIV2K_train_HR/{k + 1:04d}.png', 160, 100*k)
+    for k in range(2): save(data/f'sr/BSDS400/HR/{k + 1:04d}.png', 160, 100*k)
     for name in ('Set5', 'Set14', 'B100', 'Urban100'): save(data/f'sr/benchmark/{name}/HR/a.png', 96, 200)
     return data
-
-
-def paper_runs(): return R.limited(R.graph(R.cells('paper')), steps=2)
 
 
 def test_paper_runs_are_complete():
@@ -599,32 +602,74 @@ def test_paper_runs_are_complete():
     assert by['repvgg_a0', 'repvgg', 'merged', '', 8]['lr'] in (0.001, 0.01) and by['resnet18', 'acnet', 'repq', 'estimate', 8]['step_lr'] == 1e-4
     assert by['ecbsr', 'ecb', 'repq', '', 2] | dict(threads=0, compiled=0) == dict(epochs=1000, batch_size=32, optimizer='adam', schedule='constant', warmup=0, weight_decay=0., data='div2k', patch=64,
         steps_per_epoch=1600, lr=5e-4, step_lr=5e-4, threads=0, compiled=0)
-    assert all(0 < R.gpu_hours(r) < 1000 for r in runs)
+    from repq.reproduce.duration import estimate
+    assert all(0 < estimate(r, python=lambda kind: 0.).seconds < 1000*3600 for r in runs)
 
 
-SOME = [('ecbsr', 'ecb', 'repq', '', 4), ('resnet18', 'acnet', 'repq', 'estimate', 8), ('repvgg_a0', 'qarepvgg', 'ptq', '', 8)]
+def test_gpu_runs_are_complete():
+    "Every cell of cpu, full width, Table S1's rates; what only gpu has is in no specification of smoke and cpu"
+    runs, settings = R.graph(R.cells('gpu')), lambda *args: R.settings_for('gpu', *args)
+    assert [r.label for r in runs] == [r.label for r in R.graph(R.cells('cpu'))]
+    assert all('width' not in r.settings['network'] and 'depth' not in r.settings['network'] for r in runs if r.task == 'classify')
+    assert all(r.settings['channels_last'] and r.settings['compiled'] is True for r in runs if r.task != 'time')
+    assert {(r.task, r.strategy) for r in runs if 'autocast' in r.settings} == {('classify', 'fp')}
+    assert [settings('repvgg', 'merged', 8)[k] for k in ('lr', 'step_lr')] == [0.001, 0.01] and settings('acnet', 'repq', 4)['step_lr'] == 1e-3
+    assert not [r.id for p in ('smoke', 'cpu') for r in R.graph(R.cells(p, seeds=1)) if 'autocast' in r.settings]
+
+
+SOME = dict(paper=[('ecbsr', 'ecb', 'repq', '', 4), ('resnet18', 'acnet', 'repq', 'estimate', 8), ('repvgg_a0', 'qarepvgg', 'ptq', '', 8)],
+            gpu=[('ecbsr', 'ecb', 'repq', '', 4)])   # all others start from a parent in bfloat16, which some virtual machines cannot do
 
 def pytest_generate_tests(metafunc):
-    "Some of the paper's runs, with --slow all of them"
-    if 'paper_run' not in metafunc.fixturenames: return
+    "Some of the runs for GPUs, with --slow all of them"
+    if 'big_run' not in metafunc.fixturenames: return
     slow = metafunc.config.getoption('--slow')
-    runs = [r for r in paper_runs() if slow or (r.model, r.block, r.strategy, r.statistics, r.bits) in SOME]
-    metafunc.parametrize('paper_run', runs, ids=lambda r: r.label)
+    runs = [r for p in R.ON_GPU for r in R.limited(R.graph(R.cells(p, seeds=1)), steps=2)]
+    runs = [r for r in runs if slow or (r.model, r.block, r.strategy, r.statistics, r.bits) in SOME[r.profile]]
+    metafunc.parametrize('big_run', runs, ids=lambda r: f'{r.profile}-{r.label}')
 
 
 @pytest.fixture(scope='module')
-def paper_results(tmp_path_factory): return tmp_path_factory.mktemp('paper')
+def big_results(tmp_path_factory): return tmp_path_factory.mktemp('big')
 
 
-def test_paper_runs_start(paper_run, paper_data, paper_results, monkeypatch):
-    "Two steps of each, on CPU, with the batch as large as the data"
-    monkeypatch.setenv('REPQ_DATA', str(paper_data))
-    monkeypatch.setenv('REPQ_CACHE', str(paper_results/'cache'))
+def light(run):
+    "The same run on a CPU and on a few pictures: small batches, nothing compiled"
     small = dict(compiled=False, threads=1)
-    def light(r): return replace(r, parent=light(r.parent) if r.parent else None, settings=r.settings | small | (dict(batch=2, size=64) if r.task == 'time' else dict(patch=16) if r.model == 'ecbsr' else {}))
-    run = light(paper_run)
+    if run.task == 'time': small |= dict(batch=2, size=64)
+    elif run.profile == 'gpu':
+        small |= dict(batch_size=2)
+        if run.task == 'classify': small |= dict(loader=dict(held_out=2))
+    elif run.model == 'ecbsr': small |= dict(patch=16)
+    return replace(run, parent=light(run.parent) if run.parent else None, settings=run.settings | small)
+
+
+def test_runs_for_gpus_start(big_run, paper_data, big_results, monkeypatch):
+    "Two steps of each, on CPU, with the batch of `paper` as large as the data; parents are shared"
+    monkeypatch.setenv('REPQ_DATA', str(paper_data))
+    monkeypatch.setenv('REPQ_CACHE', str(big_results/'cache'))
+    run = light(big_run)
     for r in ([run.parent] if run.parent else []) + [run]:
-        o = D.execute(r, paper_results, fork=True)
+        o = D.execute(r, big_results, fork=True)
         assert o.state == 'done', o.why
-    record = R.read_record(paper_results/'paper'/run.id, weights=run.task != 'time')
+    record = R.read_record(big_results/run.profile/run.id, weights=run.task != 'time')
     assert record['spec']['settings'].get('max_steps', 2) == 2
+    if run.task != 'time' and run.strategy != 'ptq': assert len(record['probe']['losses']) == 2
+
+
+@pytest.mark.parametrize('fork', [True, False])
+def test_kernels_see_the_gpu_of_their_worker(fork, tmp_path, monkeypatch):
+    "A kernel has the environment of the process that starts it, as it is then"
+    import nbformat, papermill
+    cell = nbformat.v4.new_code_cell('import os; print(os.environ["CUDA_VISIBLE_DEVICES"])')
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path/'which.ipynb')
+    for gpu in ('1', '3'):
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpu)
+        made = papermill.execute_notebook(str(tmp_path/'which.ipynb'), None, kernel_name='python3', progress_bar=False, kernel_manager_class=D.kernel_manager(fork))
+        assert made.cells[0].outputs[0].text.strip() == gpu
+
+
+def test_one_training_at_a_time_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(os, 'cpu_count', lambda: 16)
+    assert [R.usual_workers(p) for p in R.PROFILES] == [16, 16, 1, 1]
+    assert not any(D.can_fork(R.super_resolution(p, 0, 'fp')) for p in R.ON_GPU) and D.can_fork(R.super_resolution('cpu', 0, 'fp'))

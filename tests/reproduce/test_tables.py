@@ -295,8 +295,8 @@ def test_files_are_written_whole_or_not_at_all(batch, monkeypatch):
 
 def test_wrong_questions():
     with pytest.raises(ValueError, match=r'a table is one of 1, 2, 3, 4, S1, side, got 7'): table(7)
-    with pytest.raises(ValueError, match="profile must be one of smoke, cpu, paper, got 'big'"): table(2, 'big')
-    with pytest.raises(ValueError, match='the smoke profile has no side experiments: choose cpu or paper'): table('side', 'smoke', '/nowhere')
+    with pytest.raises(ValueError, match="profile must be one of smoke, cpu, gpu, paper, got 'big'"): table(2, 'big')
+    with pytest.raises(ValueError, match='the smoke profile has no side experiments: choose cpu, gpu or paper'): table('side', 'smoke', '/nowhere')
 
 
 def test_a_reader_that_has_seen_enough():

@@ -1,6 +1,7 @@
 "The training of a run: the best epoch it keeps, the random numbers it goes on with, and how it ends when it diverges"
-import copy, json
+import copy, json, os, signal, subprocess, sys
 from contextlib import contextmanager
+from pathlib import Path
 import pytest, torch
 import torch.nn.functional as F
 pytest.importorskip('fastai')
@@ -10,6 +11,7 @@ from repq.data import digits_dls
 from repq.reproduce.training import Keeper, Workspace, adam, finish, fit, full_precision_network, load_tensors, pack_optimizer, pilot, quantized_network, save_tensors, sgd, unpack_optimizer
 
 pytestmark = pytest.mark.filterwarnings('ignore')
+ROOT = Path(__file__).parent.parent
 
 
 def network(): return full_precision_network('repvgg_a0', 'repvgg', 'batch', width=1/8, depth=1/4, small_input=True, in_channels=1, n_classes=10)
@@ -315,3 +317,57 @@ def test_a_training_in_channels_last_goes_on_bit_for_bit(tmp_path, bits, statist
     assert any(p.ndim == 4 and min(p.shape) > 1 and p.is_contiguous(memory_format=torch.channels_last) for p in again.parameters())
     assert resumed.sessions == 2 and resumed.history == whole.history
     assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
+
+
+# -- bfloat16
+
+def half_network(statistics='batch'):
+    torch.manual_seed(0)
+    return full_precision_network('repvgg_a0', 'repvgg', statistics, width=1/8, depth=1/4, small_input=True, in_channels=1, n_classes=10)
+
+def train_half(statistics='batch', folder=None, epochs=4, **kwargs):
+    "A training in bfloat16, and the types that its layers gave"
+    net, seen = half_network(statistics), set()
+    net.stage2[0].register_forward_hook(lambda layer, args, y: seen.add((layer.training, y.dtype)))
+    with Workspace(folder) as work: keeper = fit(net, digits_dls(), F.cross_entropy, accuracy, work, epochs, 0.05, autocast='bfloat16', **kwargs)
+    assert not torch.is_autocast_enabled('cpu'), 'autocast outlives the training'
+    return net, keeper, seen
+
+def half_learns(folder):
+    "Convolutions in bfloat16, everything that is kept in float32; the network is as good without autocast"
+    for statistics in ('batch', 'estimate'):
+        net, keeper, seen = train_half(statistics)
+        assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}, seen
+        kept = [*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None), *net.buffers()]
+        assert not [t for t in kept if t.dtype == torch.bfloat16]
+        x, y = digits_dls().valid.one_batch()
+        assert keeper.history[-1]['metric'] > 0.5 and (net.eval()(x).argmax(1) == y).float().mean() > 0.5
+
+def half_goes_on(folder):
+    "Cut off after its first epoch, and ended by its number of steps"
+    net, whole, _ = train_half(epochs=2)
+    with cut_after(1): train_half(epochs=2, folder=folder)
+    again, resumed, _ = train_half(epochs=2, folder=folder)
+    assert resumed.sessions == 2 and resumed.history == whole.history
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
+    _, keeper, _ = train_half(max_steps=2)
+    assert keeper.steps == 2
+
+
+@pytest.mark.parametrize('what', [half_learns, half_goes_on], ids=lambda f: f.__name__)
+def test_trainings_in_bfloat16(what, tmp_path):
+    "In a process of its own: some virtual machines lack instructions for bfloat16 that they say they have"
+    code = f'import torch; torch.set_num_threads(1); import test_training; test_training.{what.__name__}({str(tmp_path)!r})'
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, (ROOT, ROOT/'tests')))}
+    p = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], env=env, capture_output=True, text=True)
+    if p.returncode == -signal.SIGILL: pytest.skip('this machine has no bfloat16, and does not know')
+    assert p.returncode == 0, p.stderr
+
+
+def test_what_stays_in_float32():
+    "Quantized networks are refused, and so is every type but bfloat16"
+    net = quantized_network(network(), 'repq', 4, 'batch')
+    with pytest.raises(ValueError, match="full precision, got bits=4: it would round the numbers of a grid of 8 bits by up to a step"):
+        fit(net, digits_dls(), F.cross_entropy, accuracy, Workspace(), 1, 0.1, bits=4, step_lr=0.1, autocast='bfloat16')
+    with pytest.raises(ValueError, match="autocast must be one of None, 'bfloat16', got 'float16'"):
+        fit(network(), digits_dls(), F.cross_entropy, accuracy, Workspace(), 1, 0.1, autocast='float16')
