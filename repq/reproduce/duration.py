@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DATA', 'REPARAMETRIZED', 'QUANTIZED', 'STATISTICS_COST', 'RESNET50', 'DEVICES', 'DEVICE_OF', 'START', 'TABLE_4',
            'Data', 'Work', 'network_size', 'shape_of', 'work_of', 'Kind', 'kind_of', 'cost_of', 'Device',
-           'step_seconds', 'python_seconds', 'rate_here', 'paces', 'Estimate', 'estimate', 'Row', 'runs_by_table',
-           'about', 'source_of', 'summary']
+           'step_seconds', 'layer_seconds', 'python_seconds', 'cost_here', 'rate_here', 'paces', 'Estimate', 'estimate',
+           'Row', 'runs_by_table', 'about', 'source_of', 'summary']
 
 # %% ../../nbs/reproduce/14_duration.ipynb #d0a70003
 import os, time
@@ -74,6 +74,7 @@ STATISTICS_COST = {'': 1.65, 'batch': 1.95, 'sampled': 1.95, 'estimate': 1.5, 'c
 
 class Kind(NamedTuple):
     "What the time of a layer in a training step depends on"
+    task:str
     block:str
     quantized:bool
     statistics:str
@@ -81,10 +82,10 @@ class Kind(NamedTuple):
 def kind_of(run:Run)->Kind:
     "What the layers of a run do; merged networks are plain ones"
     plain = run.block == 'plain' or run.strategy == 'merged'
-    return Kind('plain' if plain else run.block, run.strategy != 'fp', '' if plain else run.statistics)
+    return Kind(run.task, 'plain' if plain else run.block, run.strategy != 'fp', '' if plain else run.statistics)
 
 def cost_of(kind:Kind)->float:
-    "The time of a training step, relative to that of a plain network in full precision"
+    "The time of a training step on a GPU, relative to that of a plain network in full precision"
     if not kind.quantized: return 1. if kind.block == 'plain' else REPARAMETRIZED
     return QUANTIZED*(1. if kind.block == 'plain' else STATISTICS_COST[kind.statistics])
 
@@ -101,7 +102,7 @@ DEVICES = {name: Device(*(6*RESNET50*images for images in published)) for name, 
 DEVICE_OF = dict(gpu='A100', paper='V100')
 
 # %% ../../nbs/reproduce/14_duration.ipynb #d0a70016
-def step_seconds(net, x, rounds:int=3)->float: # of one thread
+def step_seconds(net, x, rounds:int=2)->float: # of one thread
     "Processor time of one training step: forward, backward and update"
     import torch
     from repq.reproduce.training import sgd
@@ -118,20 +119,30 @@ def step_seconds(net, x, rounds:int=3)->float: # of one thread
     return min(times[1:]) # the first one starts the quantizers
 
 @lru_cache(maxsize=None)
-def python_seconds(kind:Kind)->float:
-    "Processor time of one layer in a step, where there is nothing to compute"
+def layer_seconds(kind:Kind, width:float, images:int, size:int, path)->float: # path: of `use_compiled`
+    "Processor time of one layer of a small network in a training step"
     import torch
     from repq.quantization.lsq import use_compiled
     from repq.reproduce.training import full_precision_network, quantized_network
-    tiny, x = dict(width=1/64, depth=1/16, small_input=True, n_classes=10), (2, 3, 16, 16)
-    model, shape, x = ('ecbsr', {}, (2, 1, 8, 8)) if kind.block == 'ecb' else ('repvgg_a0', tiny, x)
-    with torch.random.fork_rng([]), use_compiled(False):
+    if kind.task == 'super_resolution': model, channels, shape = 'ecbsr', 1, {}
+    else: model, channels, shape = 'repvgg_a0', 3, dict(width=width, depth=1/16, small_input=True, n_classes=10)
+    input_size = (channels, size, size)
+    with torch.random.fork_rng([]), use_compiled(path):
         net = full_precision_network(model, kind.block, '' if kind.quantized else kind.statistics, **shape)
-        layers = network_size(model, x[1:], tuple(shape.items()))[1]
         if kind.quantized: net = quantized_network(net, 'plain' if kind.block == 'plain' else 'repq', 4, kind.statistics)
-        return step_seconds(net, torch.rand(x))/layers
+        x = torch.rand(images, *input_size)
+        return step_seconds(net.to(memory_format=torch.channels_last), x)/network_size(model, input_size, tuple(shape.items()))[1]
+
+def python_seconds(kind:Kind)->float:
+    "Processor time of one layer in a step where there is nothing to compute"
+    return layer_seconds(kind, 1/64, 2, 16, False)
 
 # %% ../../nbs/reproduce/14_duration.ipynb #d0a70019
+def cost_here(kind:Kind)->float:
+    "The time of a training step on this processor, relative to that of a plain network in full precision"
+    plain = Kind(kind.task, 'plain', False, '')
+    return layer_seconds(kind, 1/4, 16, 32, 'native')/layer_seconds(plain, 1/4, 16, 32, 'native')
+
 @lru_cache(maxsize=None)
 def rate_here(model:str, input_size:tuple, network:tuple, images:int=32)->float: # operations per second
     "How fast one core of this processor trains a plain network"
@@ -139,7 +150,8 @@ def rate_here(model:str, input_size:tuple, network:tuple, images:int=32)->float:
     from repq.reproduce.training import full_precision_network
     with torch.random.fork_rng([]):
         net, x = full_precision_network(model, 'plain', **dict(network)), torch.rand(images, *input_size)
-        return 6*network_size(model, input_size, network)[0]*images/step_seconds(net, x)
+        seconds = step_seconds(net.to(memory_format=torch.channels_last), x, rounds=4)
+    return 6*network_size(model, input_size, network)[0]*images/seconds
 
 # %% ../../nbs/reproduce/14_duration.ipynb #d0a70022
 def paces(store:Store)->dict: # (model, Kind) -> seconds for an operation, of each finished run
@@ -167,16 +179,16 @@ def estimate(
     run:Run,
     known:dict={},         # of `paces`
     rate=rate_here,        # model, input size, network -> operations per second of this processor
+    cost=cost_here,        # Kind -> time of a step of this processor, relative to a plain one
     python=python_seconds  # Kind -> seconds of Python for a layer and step
 )->Estimate:
     "About how long a run takes"
     work, kind, start = work_of(run), kind_of(run), START[run.profile] + TABLE_4*(run.task == 'time')
     if not work.steps: return Estimate(start)
     if found := known.get((run.model, kind)): return Estimate(start + work.operations*median(found), len(found))
-    operations = work.operations*cost_of(kind)
-    if run.profile not in ON_GPU: return Estimate(start + operations/rate(run.model, *shape_of(run)))
+    if run.profile not in ON_GPU: return Estimate(start + work.operations*cost(kind)/rate(run.model, *shape_of(run)))
     device = DEVICES[DEVICE_OF[run.profile]]
-    computing = operations/(device.half if run.settings.get('autocast') else device.rate)
+    computing = work.operations*cost_of(kind)/(device.half if run.settings.get('autocast') else device.rate)
     return Estimate(start + max(computing, work.steps*work.layers*python(kind)))
 
 # %% ../../nbs/reproduce/14_duration.ipynb #d0a70027
@@ -211,7 +223,7 @@ def source_of(profile:str, estimates:dict)->str: # run -> Estimate
     parts = [f'{finished} from finished runs of the same kind']*bool(finished)
     if finished < len(trained):
         name = DEVICE_OF.get(profile)
-        rate = f'{DEVICES[name].rate/1e12:.0f} TFLOP/s ({name})' if name else 'a rate measured on this processor'
+        rate = f'{DEVICES[name].rate/1e12:.0f} TFLOP/s ({name})' if name else 'steps measured on this processor'
         parts.append(f'{len(trained) - finished} from multiplications and {rate}' + ', or Python measured here where it is slower'*bool(name))
     return '; '.join(parts)
 

@@ -95,13 +95,13 @@ for profile in ('smoke', 'cpu'): # OREPA: as ACNet, with the stem of the officia
     SETTINGS[profile]['orepa'] = SETTINGS[profile]['acnet'] | dict(network=SETTINGS[profile]['acnet']['network'] | dict(orepa_stem=True))
 
 # %% ../../nbs/reproduce/4_runs.ipynb #6da6f40d
-_full = dict(_cifar, batch_size=256, epochs=40, epochs_quantized=20, lr=0.1, lr_quantized=0.01,
+_full = dict(_cifar, batch_size=256, epochs=40, epochs_quantized=20, lr=0.1, lr_quantized=0.01, loader=dict(held_out=5000),
              compiled=True, channels_last=True, autocast='bfloat16')
 SETTINGS['gpu'] = {
     'repvgg': dict(_full, network=dict(small_input=True)),
     'acnet': dict(_full, network=dict(small_input=True)),
     'orepa': dict(_full, network=dict(small_input=True, orepa_stem=True)),
-    'ecbsr': SETTINGS['cpu']['ecbsr'] | dict(patch=64, batch_size=32, steps_per_epoch=1000, epochs=40, epochs_quantized=20,
+    'ecbsr': SETTINGS['cpu']['ecbsr'] | dict(patch=64, batch_size=32, steps_per_epoch=1000, epochs=80, epochs_quantized=20,
                                              compiled=True, channels_last=True),
     'time': dict(batch=64, size=224, rounds=15, network={}, threads=0, compiled=True)}
 

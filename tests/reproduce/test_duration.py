@@ -9,9 +9,9 @@ from repq.cli import main
 A0 = dict(name='RepVGG-A0', strategy='fp', statistics='batch')
 
 
-def given(rate=1e10, python=0.):
+def given(rate=1e10, cost=1., python=0.):
     "A processor that does so many operations a second, and takes so many seconds of Python for a layer: the same everywhere"
-    return dict(rate=lambda *shape: rate, python=lambda kind: python)
+    return dict(rate=lambda *shape: rate, cost=lambda kind: cost, python=lambda kind: python)
 
 
 def test_operations_are_those_that_torch_counts():
@@ -38,6 +38,12 @@ def test_gpu_takes_a_day():
     assert 8 < hours < 24
 
 
+def test_what_a_processor_takes():
+    "Operations, times what the kind of run adds, at its rate"
+    run = R.classifier('cpu', 0, **A0)
+    assert U.estimate(run, **given(2e10, 1.5)).seconds == pytest.approx(U.START['cpu'] + 1.5*U.work_of(run).operations/2e10)
+
+
 def test_what_a_gpu_waits_for():
     "A step takes as long as the slower of the two, GPU or Python; bfloat16 makes the former faster"
     run = R.classifier('gpu', 0, **A0)
@@ -54,8 +60,9 @@ def test_measured_kinds():
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     kinds = {U.kind_of(r) for r in R.graph(R.cells('gpu', seeds=1)) if U.work_of(r).steps}
     assert {k.block for k in kinds} == {'plain', 'repvgg', 'qarepvgg', 'acnet', 'orepa', 'ecb'} and len(kinds) > 15
-    plain, bn = (U.python_seconds.__wrapped__(k) for k in (U.Kind('plain', False, ''), U.Kind('repvgg', True, 'batch')))
-    assert 0 < plain < bn
+    U.layer_seconds.cache_clear()
+    plain, bn = U.Kind('classify', 'plain', False, ''), U.Kind('classify', 'repvgg', True, 'batch')
+    assert 0 < U.python_seconds(plain) < U.python_seconds(bn) and U.cost_here(plain) == 1 < U.cost_here(bn)
     assert torch.equal(before, torch.get_rng_state()) and torch.get_num_threads() == threads
 
 
@@ -102,7 +109,7 @@ def test_dry_run(profile, who, tmp_path, capsys, monkeypatch):
     assert out.count('[missing]') == len(runs) == int(rows['all'][0]) == sum(int(r[0]) for t, r in rows.items() if t != 'all')
     assert len(re.findall(r'\]  (?:after \S+  )?about [\d.,]+ (?:s|min|h)\n', out)) == len(runs)
     assert f'with {who}. Training times: ' in out.splitlines()[-1] and 'from multiplications' in out.splitlines()[-1]
-    assert ('measured on this processor' if who.endswith('workers') else 'TFLOP/s') in out.splitlines()[-1]
+    assert ('steps measured on this processor' if who.endswith('workers') else 'TFLOP/s') in out.splitlines()[-1]
     assert not list(tmp_path.iterdir()), 'nothing is written'
 
 
