@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 import pytest
+import reference
 from records import all_runs, metrics_of, write_all, write_failure, write_run
 from repq.reproduce import driver as D, records, runs as R, tables
 from repq.cli.command import main
@@ -179,8 +180,8 @@ def test_files_that_must_not_be_read(whole, tmp_path, name, how, below_2_gb):
     else: os.mkfifo(path)
     if name == WEIGHTS:
         with pytest.raises(Corrupt, match='at most|no ordinary file'): load_tensors(path)
-    if name == 'record.json' or how == 'a pipe': # 5 GB of weights would be hashed, in pieces
-        f = R.Store(root, 'smoke').look(run, weights=True)
+    else:
+        f = R.Store(root, 'smoke').look(run)
         assert f.state == 'corrupt' and name in f.why, f
 
 
@@ -447,14 +448,11 @@ def test_verify_elsewhere(undisturbed, tmp_path, capsys):
 
 def smoke_runs(slow):
     "One RepVGG and one ECBSR with their parents; with --slow all"
-    every = [r for r in R.graph(R.cells('smoke')) if r.task != 'time']
-    if slow: return every
-    chosen = [R.classifier('smoke', 0, 'RepVGG-A0', 'repq', 'batch', 4), R.super_resolution('smoke', 0, 'repq', 4)]
-    return [r for c in chosen for r in (c.parent, c)]
+    return [r for r in R.graph(R.cells('smoke')) if r.task != 'time'] if slow else reference.chosen_runs()
 
 
 def test_smoke_runs_twice(tmp_path, request):
-    "From the first step to the last, in two batches: equal to the bit, and none has collapsed"
+    "From the first step to the last, in two batches: equal to the bit, none has collapsed, and they end where they ended before"
     runs = smoke_runs(request.config.getoption('--slow'))
     found = []
     for name in ('one', 'two'):
@@ -464,6 +462,28 @@ def test_smoke_runs_twice(tmp_path, request):
     for id, record in found[0].items():
         for k in ('metrics', 'history', 'weights', 'probe', 'spec', 'path'): assert record[k] == found[1][id][k], (id, k)
     if not request.config.getoption('--slow'): assert main(['verify', '--results', str(tmp_path/'one')]) == 0
+    kept = reference.read_json(reference.FILE)
+    wrong = [m for r in reference.chosen_runs() if (m := reference.moved(kept, r.label, found[0][r.id]))]
+    assert not wrong, wrong[0]
+
+
+@pytest.mark.parametrize('where', ['here', 'elsewhere'])
+def test_an_end_that_moved_is_noticed(where):
+    "A last loss that differs in its last bit where the reference was made, a metric that is far from it elsewhere"
+    kept = reference.read_json(reference.FILE)
+    assert kept['method'] == records.METHOD, reference.__doc__
+    for r in reference.chosen_runs():
+        end = kept['ends'][r.label]
+        m = dict(accuracy=end['accuracy']) if 'accuracy' in end else dict(psnr=dict.fromkeys('abcd', end['psnr']))
+        name, = m
+        segment = end['segment'] | (dict(torch='another') if where == 'elsewhere' else {})
+        def said(loss=0., metric=0.):
+            moved = dict(accuracy=m[name] + metric) if name == 'accuracy' else dict(psnr={k: v + metric for k, v in m[name].items()})
+            history = [dict(train_loss=end['train_loss']*(1 + loss), valid_loss=end['valid_loss'])]
+            return reference.moved(kept, r.label, dict(id=end['id'], segments=[segment], metrics=moved, history=history))
+        limit = reference.near(kept, name)
+        assert 0 < limit < dict(accuracy=.15, psnr=1.)[name] and said() == ''
+        assert bool(said(loss=1e-15)) == bool(said(metric=limit/2)) == (where == 'here') and f'{name} of {r.label}' in said(metric=-2*limit)
 
 
 ENDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
