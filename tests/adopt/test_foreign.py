@@ -885,7 +885,7 @@ def test_every_layout_covers_its_network():
     "Each tensor of our networks that is not constant has an official name, and no two share one"
     nets = dict(repvgg=repq.models.repvgg_a0(10, width=0.125), **{k: ours() for k, (_, ours, _) in OFFICIAL.items()})
     for kind, net in nets.items():
-        from repq.adopt.foreign import official_name
+        from repq.adopt.official import official_name
         names = [official_name(k, LAYOUTS[kind], len(getattr(net, 'body', ()))) for k, _ in net.named_parameters()]
         assert None not in names and len(set(names)) == len(names), kind
         assert fit_official(net, {}, LAYOUTS[kind])[1].missing

@@ -315,7 +315,7 @@ def test_all_writes_everything(monkeypatch, tmp_path, capsys):
 
 def test_what_is_done_is_kept(monkeypatch, tmp_path):
     "A run that is cut in its second setting has written the first"
-    def cut(block, **kwargs):
+    def cut(block, rounds, **kwargs):
         if block == 'orepa': raise KeyboardInterrupt
         t = table_of(**{'QAT Plain': [1.]})
         t['relative'] = 1.

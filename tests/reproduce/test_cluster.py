@@ -61,11 +61,11 @@ def other_code(folder, change):
 
 
 def raise_method(package):
-    path = package/'records.py'
+    path = package/'reproduce'/'records.py'
     path.write_text(path.read_text().replace('METHOD = 1 ', 'METHOD = 2 '))
 
-def edit_a_file(package): (package/'qat.py').open('a').write('\n# edited\n')
-def forget_the_question(package): path = package/'cluster.py'; path.write_text(path.read_text().replace('def introduce', 'def hello'))
+def edit_a_file(package): (package/'quantization'/'network.py').open('a').write('\n# edited\n')
+def forget_the_question(package): path = package/'reproduce'/'cluster.py'; path.write_text(path.read_text().replace('def introduce', 'def hello'))
 
 
 def command(*words, cwd):

@@ -398,7 +398,7 @@ def test_verify_takes_the_path_of_the_run(undisturbed, monkeypatch):
     record, modes = read_record(folder), []
     monkeypatch.setattr(quantizer, 'compile_after', 0)
     whole = quantizer.pays_off
-    monkeypatch.setattr(quantizer, 'pays_off', lambda *args: modes.append(whole(*args)) or modes[-1])
+    monkeypatch.setattr(quantizer, 'pays_off', lambda *args, **kwargs: modes.append(whole(*args, **kwargs)) or modes[-1])
     assert verify.metrics_again(folder, record, records.from_words(record['spec'])) == record['probe']['metrics']
     assert modes and not any(modes), 'the compiled path was taken'
 
