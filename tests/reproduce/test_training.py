@@ -358,7 +358,7 @@ def half_goes_on(folder):
 def test_trainings_in_bfloat16(what, tmp_path):
     "In a process of its own: some virtual machines lack instructions for bfloat16 that they say they have"
     code = f'import torch; torch.set_num_threads(1); import test_training; test_training.{what.__name__}({str(tmp_path)!r})'
-    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, (ROOT, ROOT/'tests')))}
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, (ROOT, ROOT/'tests', ROOT/'tests'/'reproduce')))}
     p = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], env=env, capture_output=True, text=True)
     if p.returncode == -signal.SIGILL: pytest.skip('this machine has no bfloat16, and does not know')
     assert p.returncode == 0, p.stderr
