@@ -11,7 +11,7 @@ from repq.data import digits_dls
 from repq.reproduce.training import Keeper, Workspace, adam, finish, fit, full_precision_network, load_tensors, pack_optimizer, pilot, quantized_network, save_tensors, sgd, unpack_optimizer
 
 pytestmark = pytest.mark.filterwarnings('ignore')
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def network(): return full_precision_network('repvgg_a0', 'repvgg', 'batch', width=1/8, depth=1/4, small_input=True, in_channels=1, n_classes=10)
