@@ -195,7 +195,7 @@ def test_rows_beyond_the_paper_and_side_experiments(cpu):
     assert [l for l, _ in found['3'].rows][:3] == [('32', ''), ('32', 'Plain †'), ('8', 'Plain')]
     assert ('QAT', 'RepQ-calibrated †', 'ours') in found['4'].columns and ('QAT', 'RepQ-calibrated †', 'paper') not in found['4'].columns
     labels = [l for l, _ in found['side'].rows]
-    assert ('Merged 8-bit RepVGG-A0, learning rate', 'tenfold: 0.02') in labels and ('full-precision RepVGG-A0, norms that estimate', 'only on 1×1') in labels
+    assert ('Merged 8-bit RepVGG-A0, learning rate', 'tenfold: 0.01') in labels and ('full-precision RepVGG-A0, norms that estimate', 'only on 1×1') in labels
     assert [row(found['side'], *labels[i])[1].text for i in (0, 1)] == ['68.65', '69.21']
 
 
