@@ -3,7 +3,7 @@ import json, os, shutil, signal, subprocess, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import pytest
-from repq.reproduce import driver as D, records, runs as R, training
+from repq.reproduce import driver as D, records, runs as R
 from repq.tools.files import seal, sha256, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -505,7 +505,8 @@ def test_export_from_a_record(undisturbed, tmp_path, capsys):
 
 
 def test_network_of_a_run_is_the_trained_one(undisturbed):
-    net, run = training.load_network(R.Store(undisturbed[0], 'smoke').done(family()[1]))
+    from repq.reproduce.training import load_network # here: a driver that imports this file must not wait for torch
+    net, run = load_network(R.Store(undisturbed[0], 'smoke').done(family()[1]))
     from repq.data import evaluate_sr
     from repq.reproduce.training import stand_in
     record = R.read_record(R.Store(undisturbed[0], 'smoke').done(family()[1]))
