@@ -19,6 +19,13 @@ PROVEN = Proven()
 def pytest_configure(config):
     if 'PYTEST_XDIST_WORKER' not in os.environ: os.environ['REPQ_PROVEN'] = tempfile.mkstemp()[1]
     PROVEN.path = Path(os.environ['REPQ_PROVEN'])
+    config.addinivalue_line('markers', 'slow(why): runs with --slow alone')
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption('--slow'): return
+    for item in items:
+        if mark := item.get_closest_marker('slow'): item.add_marker(pytest.mark.skip(reason=f'{mark.args[0]}: pytest --slow'))
 
 
 def pytest_addoption(parser):

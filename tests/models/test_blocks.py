@@ -40,6 +40,7 @@ def test_fake_cuda_catches_a_cpu_tensor():
         make_block('repvgg', 8, 8)(torch.randn(2, 8, 6, 6, device='cuda'))
 
 
+@pytest.mark.slow('CPU times also move with what else the machine does')
 def test_orepa_merge_costs_less_than_its_convolution():
     "256→256 on a 14×14 map, batch 16: CPU time, one thread, interleaved, allocator warm"
     layer, x = orepa(256, 256), torch.randn(16, 256, 14, 14)

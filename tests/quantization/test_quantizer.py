@@ -365,6 +365,7 @@ def naive_lsq(x, s, qmin, qmax):
     return ((v.round() - v).detach() + v)*s
 
 
+@pytest.mark.slow('CPU times also move with what else the machine does')
 @needs_compiler
 def test_speed():
     "16×64×56×56 float32, forward and backward, CPU time, interleaved, allocator warm. Bounds against regressions; `repq bench quantizer` measures"
