@@ -22,32 +22,32 @@ $(STAMP): settings.ini setup.py constraints.txt
 	@touch $(STAMP)
 
 PROFILE ?= smoke
-reproduce: install ## make all tables of the paper, small (PROFILE=cpu: real data from REPQ_DATA, hours)
+reproduce: install ## make all tables of the paper, small (PROFILE=cpu: real data from REPQ_DATA, hours; gpu: a day on one)
 	$(BIN)/repq reproduce --profile $(PROFILE)
 
 test: check notebooks pytest ## everything CI runs: notebooks = modules, the notebooks' own tests, tests/
 
-check: install ## fail if notebooks and modules disagree, or a notebook is not clean
-	$(BIN)/python -m pytest -q tests/test_package.py
+check: install ## fail if notebooks and modules disagree, a notebook is not clean, or an import goes the wrong way
+	$(BIN)/python -m pytest -q tests/test_package.py tests/test_house.py
 
 notebooks: install ## run every notebook outside experiments/
 	cd nbs && OMP_NUM_THREADS=1 ../$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_folder_re '^([_.]|experiments$$)'
 
 pytest: install ## run tests/ (PYTEST_FLAGS=--slow for the long ones)
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests --ignore tests/test_package.py $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests --ignore tests/test_package.py --ignore tests/test_house.py $(PYTEST_FLAGS)
 
 export: install ## write the modules from the notebooks
 	$(BIN)/nbdev_clean && $(BIN)/nbdev_export
 
 readme: install ## write README.md from nbs/index.ipynb, with the tables as they are now
-	$(BIN)/python tests/readme.py
+	$(BIN)/python -m repq.cli.readme
 
 KATEX := 0.19.1
 docs: quarto install ## render the notebooks into a site, _docs (needs Quarto and npm)
 	npm install --silent --no-save --no-audit --no-fund --prefix build/npm katex@$(KATEX)
-	$(BIN)/python tests/docs.py build build/npm/node_modules/katex/dist
+	$(BIN)/python -m repq.cli.site build build/npm/node_modules/katex/dist
 	cd _proc && quarto render
-	$(BIN)/python tests/docs.py finish
+	$(BIN)/python -m repq.cli.site finish
 
 quarto:
 	@command -v quarto >/dev/null || { echo "make docs needs Quarto 1.4 or newer, and quarto is not on the PATH. Get it from https://quarto.org/docs/get-started/ and run make docs again. Nothing else here needs it."; exit 1; }

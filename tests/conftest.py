@@ -1,8 +1,10 @@
 "Options, and the count of random expressions in the closing summary"
-import json, os, resource, tempfile
+import json, os, resource, sys, tempfile
 from pathlib import Path
 import pytest, torch
 
+HERE = Path(__file__).parent
+sys.path[:0] = map(str, [HERE, *sorted(HERE.glob('[a-z]*/'))])   # what tests share
 torch.set_num_threads(1)   # small tensors, and several test processes on few cores
 
 

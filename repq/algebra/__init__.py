@@ -1,0 +1,8 @@
+"Merge rules, statistics, and blocks as expressions: needs torch alone"
+from repq._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    kernel=['Kernel'],
+    statistics=['STATISTICS'],
+    branch=['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'])

@@ -1,0 +1,9 @@
+"Everything that exists for speed alone"
+from repq._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    small_maps=[],
+    separable=[],
+    native=[],
+    weights=[])

@@ -1,0 +1,19 @@
+"From specifications of runs to the paper's tables"
+from repq._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    recipes=[],
+    records=[],
+    training=[],
+    runs=[],
+    driver=[],
+    cluster=[],
+    verify=[],
+    evidence=[],
+    protocol=[],
+    statements=[],
+    verdicts=[],
+    formats=[],
+    tables=[],
+    duration=[])
