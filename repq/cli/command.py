@@ -7,8 +7,9 @@ __all__ = ['QUICK', 'TINY', 'LARGEST', 'ABOUT', 'show_env', 'Progress', 'bench_c
            'draw', 'bench_quantizers', 'bench_deployed', 'settings_of', 'bench_settings', 'bench_steps',
            'bench_memories', 'bench_growths', 'bench_all', 'add_bench', 'add_bench_options', 'fraction', 'run_export',
            'export_source', 'add_export', 'batch_of', 'list_runs', 'run_reproduce', 'Updater', 'without_runs',
-           'check_results', 'run_status', 'run_tables', 'run_verify', 'add_verify', 'add_reproduction', 'positive',
-           'shown', 'up_to', 'given_text', 'results_folder', 'seed_count', 'Parser', 'make_parser', 'main']
+           'check_results', 'run_status', 'run_tables', 'run_verify', 'show_tolerances', 'add_verify',
+           'add_reproduction', 'positive', 'shown', 'up_to', 'given_text', 'results_folder', 'seed_count', 'Parser',
+           'make_parser', 'main']
 
 # %% ../../nbs/cli/1_command.ipynb #c2a56c7c
 import argparse, math, os, sys, time, warnings
@@ -377,6 +378,13 @@ def run_verify(args)->int:
     print(f'{len(folders)} records: ' + ', '.join(f'{counts[s]} {s}' for s in ('done', 'differs', 'unverified')))
     return 1 if counts['differs'] else 0
 
+def show_tolerances()->str: # such as 'losses 1 %, PSNR 0.001 dB'
+    "What `verify` allows on another machine, in words"
+    from repq.reproduce.verify import TOLERANCE
+    fp, quantized, loss, accuracy, psnr = (t.limit for t in TOLERANCE.values())
+    return (f'losses {100*fp:g} % in full precision\n              and {100*quantized:g} % quantized, of stored weights '
+            f'loss {100*loss:g} %, accuracy {100*accuracy:g} points, PSNR {psnr:g} dB')
+
 def add_verify(commands):
     "The command that checks records"
     from repq.reproduce.runs import PROFILES
@@ -384,7 +392,7 @@ def add_verify(commands):
         description='Compute again what records say, as far as that takes seconds: the losses of the first steps of each training, from its start or from\n'
                     'the weights of its parent, and the metric of its stored weights on 1,000 fixed images (super-resolution: the first test set).\n\n'
                     '  done        all that could be computed is what the record says: to the bit on the same processor, torch and path of\n'
-                    '              execution, within a tolerance elsewhere (losses 5 %, accuracy 2 points, PSNR 0.1 dB)\n'
+                    f'              execution, within a tolerance elsewhere ({show_tolerances()})\n'
                     '  differs     something is not; the first number that is not is shown, as recorded and as computed\n'
                     '  unverified  nothing could be computed: no data, no parent, no weights\n\n'
                     'The exit status is 1 if a record differs or is damaged, else 0.',

@@ -428,19 +428,24 @@ def test_verify(undisturbed, tmp_path, capsys):
 
 def test_verify_elsewhere(undisturbed, tmp_path, capsys):
     "Made on another processor: close is enough, and far is not; without the parent's weights only the metric is left"
-    root = tmp_path/'results'
+    from repq.reproduce.verify import TOLERANCE
+    root, full, quantized = tmp_path/'results', TOLERANCE['losses in full precision'].limit, TOLERANCE['losses, quantized'].limit
     shutil.copytree(undisturbed[0], root)
     parent, child, other = (root/'smoke'/r.id for r in family())
     def change(folder, factor):
-        record = json.loads((folder/'record.json').read_text())
+        record = read_record(undisturbed[0]/'smoke'/folder.name)
         for s in record['segments']: s['processor']['name'] = 'another'
         record['probe']['losses'] = [(factor*float.fromhex(x)).hex() for x in record['probe']['losses']]
         write_json(folder/'record.json', seal(record))
-    change(child, 1.01)
-    change(other, 1.2)
-    assert main(['verify', '--results', str(root), '--id', 'bit']) == 1
+    change(parent, 1 + .9*full)
+    change(child, 1 + .9*quantized)
+    change(other, 1 + 2*quantized)
+    assert main(['verify', '--results', str(root)]) == 1
     out = capsys.readouterr().out
-    assert 'close (the processor was another' in out and 'at most 0.05 is allowed' in out and '1 done, 1 differs' in out
+    assert 'close (the processor was another' in out and f'at most {quantized:g} is allowed' in out and '2 done, 1 differs' in out
+    change(parent, 1 + 2*full)
+    assert 2*full < quantized and main(['verify', '--results', str(root), '--id', parent.name]) == 1
+    assert f'at most {full:g} is allowed' in capsys.readouterr().out, 'full precision moves less'
     shutil.rmtree(parent)
     assert main(['verify', '--results', str(root), '--id', child.name]) == 0
     assert f'psnr close' in (out := capsys.readouterr().out) and f'not checked: its parent {parent.name} is not there' in out
