@@ -7,9 +7,10 @@ __version__ = "0.1.0"
 # Everything is loaded when first used, so that `import repq.algebra.kernel` needs torch alone.
 _names = {
     'algebra.kernel': ['Kernel'],
-    'algebra.statistics': ['statistics_in'],
+    'tools.registry': ['use_path'],
+    'algebra.statistics': ['Calibrated', 'Estimated', 'Exact', 'Sampled'],
     'algebra.branch': ['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'],
-    'quantization.lsq': ['LSQ', 'NoiseQuantizer', 'Quantizer', 'make_quantizer', 'use_compiled'],
+    'quantization.lsq': ['LSQ', 'NoiseQuantizer', 'Quantizer', 'make_quantizer'],
     'quantization.layer': ['RepConv2d'],
     'quantization.network': ['merge', 'parameter_groups', 'ptq', 'quantize', 'recalibrate'],
     'quantization.files': ['load', 'save'],
@@ -19,6 +20,7 @@ _names = {
     'train.doctor': ['QATDoctor'],
     'deploy.export': ['export_onnx'],
     'deploy.parity': ['check_parity'],
+    '_old': ['statistics_in', 'use_compiled'],
 }
 _rooms = 'tools algebra quantization models adopt train deploy fast reproduce bench cli'.split()
 _shortcuts = ['blocks', 'data']

@@ -4,5 +4,5 @@ from repq._lazy import lazy
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     kernel=['Kernel'],
-    statistics=['STATISTICS'],
+    statistics=['Calibrated', 'Estimated', 'Exact', 'STATISTICS', 'Sampled'],
     branch=['Conv', 'Fixed', 'Identity', 'Norm', 'Scale', 'Seq', 'Sum', 'WeightNorm'])

@@ -14,6 +14,7 @@ __all__ = ['PEERS', 'QUANTIZER_TARGETS', 'METHODS', 'LAYOUTS', 'LATE', 'LARGE', 
 # %% ../../nbs/bench/2_cases.ipynb #ef0666e8
 import copy, gc, json, tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -23,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from ..quantization import lsq as quantizer
-from ..fast import weights
-from ..algebra.statistics import Calibration, interval, statistics_in
+from ..fast.quantizer import FORMULAS
+from ..tools.registry import use_path
+from ..algebra.statistics import Calibration, interval, way_of
 from ..algebra.branch import Conv, Norm, Sum
-from ..quantization.lsq import LSQ, gradient_factor, int_range, use_compiled
+from ..quantization.lsq import LSQ, gradient_factor, int_range
+from ..quantization import layer as layers
 from ..quantization.layer import RepConv2d, one_of
 from ..models.blocks import plain
 from ..models.networks import build_model
@@ -79,9 +81,9 @@ def quantizer_candidates(
     q(x)
     naive, native = (q.step.detach().clone().view(shape).requires_grad_() for shape in ((), (1,)))
     zero = torch.zeros(1, device=x.device)
-    return {'repq, eager': (q, q.step, False), 'repq, compiled': (q, q.step, True),
-            'naive composite': (lambda x: naive_lsq(x, naive, qmin, qmax, factor), naive, False),
-            'torch native': (lambda x: torch._fake_quantize_learnable_per_tensor_affine(x, native, zero, qmin, qmax, factor), native, False)}
+    return {'repq, eager': (q, q.step, 'fused'), 'repq, compiled': (q, q.step, 'compiled'),
+            'naive composite': (lambda x: naive_lsq(x, naive, qmin, qmax, factor), naive, 'simple'),
+            'torch native': (lambda x: torch._fake_quantize_learnable_per_tensor_affine(x, native, zero, qmin, qmax, factor), native, 'simple')}
 
 # %% ../../nbs/bench/2_cases.ipynb #1be42996
 QUANTIZER_TARGETS = {'repq, eager': (3., 3.), 'repq, compiled': (8., 10.)} # times faster than naive code and than Brevitas
@@ -97,9 +99,9 @@ def bench_quantizer(
     others, notes = find_peers(x.detach())
     candidates = quantizer_candidates(x.detach()) | others
     def run(quantize, param, path):
-        with use_compiled(path): torch.autograd.grad(quantize(x), (x, param), grad)
+        with use_path(path): torch.autograd.grad(quantize(x), (x, param), grad)
     with overheard() as said: run(*candidates['repq, compiled'])
-    if quantizer._policy['failed']: del candidates['repq, compiled'] # no compiler here
+    if FORMULAS.failed: del candidates['repq, compiled'] # no compiler here
     y, by_x = torch.empty_like(grad), torch.empty_like(grad)
     floor = {'memory floor': lambda: (y.copy_(x.detach()), torch.add(x.detach(), grad, out=by_x))}
     table = interleaved({name: lambda c=c: run(*c) for name, c in candidates.items()} | floor, rounds, on_round=on_round)
@@ -182,11 +184,12 @@ def at_step(net, step:int, run): # function without arguments
         return run()
     return call
 
-def in_bfloat16(run): # function without arguments
-    "Run with the products of exact and sampled statistics in bfloat16"
-    def call():
-        with statistics_in(torch.bfloat16): return run()
-    return call
+def in_bfloat16(net:nn.Module)->nn.Module:
+    "Let the norms of a network take exact and sampled statistics in bfloat16; changes it in place"
+    def lower(choice): return replace(way_of(choice), dtype=torch.bfloat16) if hasattr(way_of(choice), 'dtype') else choice
+    for m in net.modules():
+        if isinstance(m, (RepConv2d, Norm)) and m.statistics is not None: m.statistics = lower(m.statistics)
+    return net
 
 def candidate_steps(
     nets:dict,                   # of `compared_networks`
@@ -199,9 +202,9 @@ def candidate_steps(
     found = {}
     for name, net in nets.items():
         if name.endswith('Plain'): found[name] = {f'{name}, {l}': make(copy.deepcopy(net), l) for l in LAYOUTS}; continue
-        run = make(net, layout)
+        run = make(in_bfloat16(net) if name.endswith('bfloat16') else net, layout)
         if name.endswith('calibrated'): found[name] = {f'{name}, {kind} step': at_step(net, step, run) for kind, step in (('ordinary', LATE + 1), ('measuring', LATE))}
-        else: found[name] = {name: in_bfloat16(run) if name.endswith('bfloat16') else run}
+        else: found[name] = {name: run}
     return found
 
 # %% ../../nbs/bench/2_cases.ipynb #b7a10016
@@ -239,7 +242,7 @@ def backward_flops(by_y, x, weight, bias, stride, padding, dilation, transposed,
 def multiplications(f)->int: # f: function without arguments
     "Multiplications of a call in convolutions and matrix products, backward included"
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: backward_flops})
-    with use_compiled(False), patch.object(weights, 'forgotten', lambda *_: nullcontext()), counter: f()
+    with use_path('simple'), patch.object(layers, 'recompute', lambda *_: nullcontext()), counter: f()
     return counter.get_total_flops()//2
 
 # %% ../../nbs/bench/2_cases.ipynb #b7a10076

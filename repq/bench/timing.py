@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 import pandas as pd
 import torch
-from ..quantization import lsq as quantizer
+from ..fast.quantizer import FORMULAS
+from ..fast.weights import BLOCKS
+from ..tools.registry import PATHS, Seam
 from ..tools.machine import environment
 from ..tools.files import write_json, write_whole
 from ..tools.text_tables import markdown_table
@@ -152,10 +154,8 @@ def allocated_bytes(f)->tuple: # still there after the call, most on the way
 # %% ../../nbs/bench/1_timing.ipynb #8625daa9
 def conditions()->dict:
     "How this process measures now: threads, path, memory"
-    policy = quantizer._policy
-    path = {True: 'compiled', False: 'eager', 'native': 'merging in C, the rest eager', 'auto': 'compiled where it pays off'}[policy['mode']]
-    failed = policy['failed'] and policy['mode'] in (True, 'auto') # the others do not use torch.compile
-    return dict(threads=torch.get_num_threads(), path='eager, compiling failed' if failed else path, keep_memory=_kept['memory'], device=best_device())
+    failed = (FORMULAS.failed or BLOCKS.failed) and Seam.path not in ('simple', 'fused') # which do not use torch.compile
+    return dict(threads=torch.get_num_threads(), path=f'{Seam.path}, compiling failed' if failed else Seam.path, keep_memory=_kept['memory'], device=best_device())
 
 # %% ../../nbs/bench/1_timing.ipynb #b7a1000f
 @contextmanager

@@ -61,15 +61,15 @@ def measured(args, what:str, name:str, title:str, measure, keep:bool=False, **ab
     "Measure one thing under the conditions that were asked for; write its record and return it"
     import torch
     from repq.bench.timing import keep_memory, make_record, write_record
-    from repq.quantization.lsq import use_compiled
+    from repq.tools.registry import use_path
     asked = args.keep_memory
     kept = keep_memory() if (keep if asked is None else asked) else False
     if asked and not kept: raise OSError('--keep-memory needs the C library glibc (Linux): leave it away here')
-    for option, wanted in (('contiguous', getattr(args, 'layout', '') == 'contiguous'), ('eager', args.eager and what not in ('quantizer', 'deploy')), ('keep-memory' if asked else 'page-faults', asked is not None and asked != keep)): name += f'-{option}'*wanted
+    for option, wanted in (('contiguous', getattr(args, 'layout', '') == 'contiguous'), (args.path, args.path != 'both' and what not in ('quantizer', 'deploy')), ('keep-memory' if asked else 'page-faults', asked is not None and asked != keep)): name += f'-{option}'*wanted
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with use_compiled(not args.eager), Progress(f'{what}: {title}') as progress:
+        with use_path(args.path), Progress(f'{what}: {title}') as progress:
             table = measure(progress.round)
             table.attrs.setdefault('title', title)
             if args.quick: table.attrs.setdefault('notes', []).append('Quick: tiny settings and few rounds. These numbers mean nothing.')
@@ -174,6 +174,7 @@ ABOUT = dict(
 
 def add_bench(commands, style):
     "The commands that measure"
+    from repq.tools.registry import PATHS
     bench = commands.add_parser('bench', help='measure speed and memory', formatter_class=argparse.RawDescriptionHelpFormatter,
         description='Measure speed and memory: one thread, CPU time (on a GPU its own clock), candidates taking turns, ratios within rounds.\n\nEach measurement prints a table and writes a JSON record with every single time and the machine, and a picture.',
         epilog='examples:\n  repq bench all --quick                          tiny settings: does everything work here?\n  repq bench step                                 the settings that have a target\n  repq bench step --block repvgg --size 64        one setting of your own\n  repq bench growth --axis branches               one curve')
@@ -184,7 +185,7 @@ def add_bench(commands, style):
         p = found[name] = what.add_parser(name, help=ABOUT[name], description=ABOUT[name][0].upper() + ABOUT[name][1:] + '.')
         p.add_argument('--rounds', type=up_to(10_000), metavar='N', help='rounds that count; at least 7 for a number to quote (default: 9, for growth 7)' if name != 'memory' else argparse.SUPPRESS)
         p.add_argument('--quick', action='store_true', help='tiny settings and two rounds, into results/bench-quick: shows that it works, measures nothing')
-        p.add_argument('--eager', action='store_true', help='without the compiled paths of repq' + (' (quantizers: both are measured anyway)' if name in ('quantizer', 'all') else ''))
+        p.add_argument('--path', choices=PATHS, default='both', help='path of execution: ' + '; '.join(f'{k}: {v}' for k, v in PATHS.items()) + ' (default: both)')
         p.add_argument('--keep-memory', action=argparse.BooleanOptionalAction, help='keep freed memory instead of giving it back to the system, which costs page faults (default: yes for step and growth where possible, else no)')
         p.add_argument('--out', type=results_folder, metavar='FOLDER', help='where records and pictures go (default: results/bench)')
         p.set_defaults(run=run)
@@ -271,7 +272,7 @@ def list_runs(args, runs, store):
     "Every run with its settings and what there is of it, and how long the batch takes"
     from repq.reproduce.duration import about, estimate, paces, runs_by_table, summary
     from repq.reproduce.runs import usual_workers
-    hide, known, states, estimates = ('threads', 'compiled'), paces(store), {}, {}
+    hide, known, states, estimates = ('threads', 'path'), paces(store), {}, {}
     for r in runs:
         states[r.id], estimates[r] = store.look(r).state, estimate(r, known)
         parent = f'  after {r.parent.label}' if r.parent else ''

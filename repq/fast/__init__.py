@@ -5,5 +5,6 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     small_maps=[],
     separable=[],
+    quantizer=[],
     native=[],
     weights=[])

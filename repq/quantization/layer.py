@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MODES', 'one_of', 'Quantizable', 'refuse_tracing', 'needs_symmetry', 'RepConv2d', 'full_precision', 'as_dtype_of',
-           'check_padding', 'foldable', 'check_after', 'describe_layer', 'QuantLinear', 'draw_layer']
+           'recompute', 'quantize_input', 'merges', 'quantize_kernel', 'check_padding', 'foldable', 'check_after',
+           'QuantLinear', 'draw_layer']
 
 # %% ../../nbs/quantization/2_layer.ipynb #c0ad625b
 from contextlib import nullcontext
@@ -13,11 +14,11 @@ import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
 from ..tools.drawing import Picture, box, chain, join
+from ..tools.registry import Seam, faster
 from ..algebra.kernel import Kernel, convolve, show_size
-from ..algebra.statistics import STATISTICS, Signal
-from ..algebra.branch import Branch, Fixed, as_pair, check_branch, draw, refuse, track, without_variance
-from .lsq import COLD, PARTLY, START_BATCHES, make_quantizer, recomputing
-from ..fast.weights import choices, make_weights, norms_in, quantize_input
+from ..algebra.statistics import Activations, Signal, way_of
+from ..algebra.branch import Branch, Conv, Fixed, as_pair, check_branch, draw, norms_in, refuse, track, without_variance
+from .lsq import COLD, PARTLY, START_BATCHES, Quantizer, make_quantizer, recomputing
 
 # %% ../../nbs/quantization/2_layer.ipynb #a29caaea
 MODES = ('branches', 'merged', 'quantized')
@@ -119,7 +120,7 @@ class RepConv2d(Quantizable):
         stride=1,       # int or pair, applied at the end of the expression
         padding=None,   # int or pair of zeros around the input; None: (k-1)//2, which keeps the size if k is odd
         after=None,     # batch norm behind the sum: True for a new one, or an nn.BatchNorm2d
-        statistics:str='batch', # of norms in the block: one of STATISTICS
+        statistics='batch', # of norms in the block: one of STATISTICS, or an object such as Sampled(every=4)
         **unsupported   # dilation, padding_mode: named for a clear answer
     ):
         check_branch(branch, 'RepConv2d')
@@ -135,16 +136,17 @@ class RepConv2d(Quantizable):
     kernel_size  = property(lambda self: self.branch.size)
     groups       = property(lambda self: self.branch.groups)
     @property
-    def statistics(self)->str: return self._statistics
+    def statistics(self): return self._statistics
     @statistics.setter
-    def statistics(self, statistics): self._statistics = one_of(statistics, STATISTICS, 'statistics')
+    def statistics(self, statistics):
+        way_of(statistics)   # refuses what it does not know
+        self._statistics = statistics
 
     def norms(self)->list: return [*norms_in(self.branch)]
-    def signal(self, x, track=False, norms=None, batch=None)->Signal: # track: the statistics will be averaged in; norms, batch: if they are known
+    def signal(self, x:Tensor, activations:Activations=None)->Signal: # activations: if something is known about x
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f'expected an input of shape (batch, {self.in_channels}, height, width), got {tuple(x.shape)}')
-        calibrated = [n.calibration for n in (self.norms() if norms is None else norms) if n.bn.training and (n.statistics or self.statistics) == 'calibrated']
-        return Signal.of(x, self.padding, batch, stride=self.stride, statistics=self.statistics, measure=any(c.step == 0 or (track and c.due) for c in calibrated), memo={})
+        return Signal.of(x, self.padding, activations, stride=self.stride, statistics=self.statistics)
 
     def kernel(self,
         x:Tensor=None # (batch, in, height, width) for batch statistics in training; None: running statistics
@@ -172,27 +174,62 @@ def run_branches(self:RepConv2d, x): return self.branch(self.signal(x))
 
 @patch
 def run_merged(self:RepConv2d, x):
-    signal = self.signal(as_dtype_of(self.branch, x), track=True)
-    with full_precision(x): k = self.branch.kernel(signal)
-    if not recomputing(): track(signal)
+    signal = self.signal(as_dtype_of(self.branch, x))
+    with full_precision(x): k, used = self.branch.merge(signal)
+    if not recomputing(): track(used)
     return convolve(x, k, self.stride, self.padding)
 
+# %% ../../nbs/quantization/2_layer.ipynb #c2d3bfc6
+def recompute(
+    t:Tensor, # must not be kept for the backward pass
+    again     # () -> its value
+):
+    "A context in which `t` is not saved for the backward pass but computed again there"
+    if t.is_leaf or not torch.is_grad_enabled() or torch.compiler.is_compiling(): return nullcontext()
+    storage, shape = t.untyped_storage()._cdata, t.shape
+    def pack(saved): return again if (saved.untyped_storage()._cdata, saved.shape) == (storage, shape) else saved
+    def unpack(kept):
+        if isinstance(kept, Tensor): return kept
+        with torch.no_grad(): return kept()
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+# %% ../../nbs/quantization/2_layer.ipynb #5873cfb9
+@faster
+def quantize_input(layer:'RepConv2d', x:Tensor)->tuple: # Q(x), and what was measured on the way as Activations, or None
+    "Quantize the input of a block"
+    return layer.input_quantizer(x), None
+
+def merges(branch:Branch)->bool:
+    "Whether there is something to merge, in training"
+    return branch.training and torch.is_grad_enabled() and type(branch) is not Conv and not torch.compiler.is_compiling()
+
+@faster
+def quantize_kernel(
+    branch:Branch,
+    q:Quantizer,  # of the weight
+    signal:Signal # input of the branch
+)->tuple: # Q(M), the bias, and the statistics that norms were folded with
+    "Merge and quantize, one operation after the other"
+    if merges(branch): Seam.taken['simple'] += 1
+    k, used = branch.merge(signal)
+    with recompute(k.weight, lambda: branch.merge(given=used).kernel.weight): return q.on_grid(k.weight), k.bias, used
+
+# %% ../../nbs/quantization/2_layer.ipynb #9575fbfa
 @patch
 def run_quantized(self:RepConv2d, x):
     if not self.started(x): return self.run_merged(x)
-    norms = self.norms()
-    q, measured = quantize_input(self.input_quantizer, x, choices(norms, self.statistics), self.training)
-    signal = self.signal(as_dtype_of(self.branch, x), True, norms, measured)
-    with full_precision(x): weight, bias = make_weights(self.branch, self.weight_quantizer, signal)
-    if not recomputing(): track(signal)
+    q, activations = quantize_input(self, x)
+    signal = self.signal(as_dtype_of(self.branch, x), activations)
+    with full_precision(x): weight, bias, used = quantize_kernel(self.branch, self.weight_quantizer, signal)
+    if not recomputing(): track(used)
     return convolve(q, Kernel(weight, bias, self.groups), self.stride, self.padding)
 
 @patch
 def weight_to_start(self:RepConv2d, x):
     if x is None: return self.kernel().weight, without_variance(self.branch)
     signal = self.signal(as_dtype_of(self.branch, x))
-    with full_precision(x): weight = self.branch.kernel(signal).weight
-    return weight, without_variance(self.branch, signal.memo)
+    with full_precision(x): k, used = self.branch.merge(signal)
+    return k.weight, without_variance(self.branch, used)
 
 # %% ../../nbs/quantization/2_layer.ipynb #865b5094
 def check_padding(padding)->tuple:
@@ -215,11 +252,11 @@ def check_after(after, channels:int):
     if not foldable(after): raise ValueError(f'after= is a batch norm that cannot be folded, {after!r}: use one with affine=True and track_running_stats=True, or put it behind the layer as a module of its own')
     return after
 
-def describe_layer(self):
+@patch
+def __repr__(self:RepConv2d):
     after = '' if self.after is None else f', after={self.after!r}'
     bits = '' if self.weight_quantizer is None else f', weight_bits={self.weight_quantizer.bits}, act_bits={self.input_quantizer.bits}'
     return f'RepConv2d({self.branch!r}, stride={self.stride}, padding={self.padding}{after}, mode={self.mode!r}{bits})'
-RepConv2d.__repr__ = describe_layer
 
 # %% ../../nbs/quantization/2_layer.ipynb #88a8d441
 class QuantLinear(Quantizable):
@@ -258,5 +295,5 @@ def draw_layer(
     q = box('Q', kind='quantize')
     return join(chain(x, q), chain(m, q), chain(box('Q(X) ∗ Q(M) + b'), *end))
 
-def _repr_svg_(self): return draw_layer(self)._repr_svg_()
-RepConv2d._repr_svg_ = _repr_svg_
+@patch
+def _repr_svg_(self:RepConv2d): return draw_layer(self)._repr_svg_()

@@ -119,15 +119,15 @@ def step_seconds(net, x, rounds:int=2)->float: # of one thread
     return min(times[1:]) # the first one starts the quantizers
 
 @lru_cache(maxsize=None)
-def layer_seconds(kind:Kind, width:float, images:int, size:int, path)->float: # path: of `use_compiled`
+def layer_seconds(kind:Kind, width:float, images:int, size:int, path:str)->float: # path: one of `repq.tools.registry.PATHS`
     "Processor time of one layer of a small network in a training step"
     import torch
-    from repq.quantization.lsq import use_compiled
+    from repq.tools.registry import use_path
     from repq.reproduce.training import full_precision_network, quantized_network
     if kind.task == 'super_resolution': model, channels, shape = 'ecbsr', 1, {}
     else: model, channels, shape = 'repvgg_a0', 3, dict(width=width, depth=1/16, small_input=True, n_classes=10)
     input_size = (channels, size, size)
-    with torch.random.fork_rng([]), use_compiled(path):
+    with torch.random.fork_rng([]), use_path(path):
         net = full_precision_network(model, kind.block, '' if kind.quantized else kind.statistics, **shape)
         if kind.quantized: net = quantized_network(net, 'plain' if kind.block == 'plain' else 'repq', 4, kind.statistics)
         x = torch.rand(images, *input_size)
@@ -135,13 +135,13 @@ def layer_seconds(kind:Kind, width:float, images:int, size:int, path)->float: # 
 
 def python_seconds(kind:Kind)->float:
     "Processor time of one layer in a step where there is nothing to compute"
-    return layer_seconds(kind, 1/64, 2, 16, False)
+    return layer_seconds(kind, 1/64, 2, 16, 'simple')
 
 # %% ../../nbs/reproduce/14_duration.ipynb #d0a70019
 def cost_here(kind:Kind)->float:
     "The time of a training step on this processor, relative to that of a plain network in full precision"
     plain = Kind(kind.task, 'plain', False, '')
-    return layer_seconds(kind, 1/4, 16, 32, 'native')/layer_seconds(plain, 1/4, 16, 32, 'native')
+    return layer_seconds(kind, 1/4, 16, 32, 'fused')/layer_seconds(plain, 1/4, 16, 32, 'fused')
 
 @lru_cache(maxsize=None)
 def rate_here(model:str, input_size:tuple, network:tuple, images:int=32)->float: # operations per second

@@ -25,8 +25,8 @@ WORDS = dict( # of a specification: in the code -> serialized
                mobileone='mobileone', expandnet='expandnet', diracnet='diracnet'),
     strategy=dict(fp='fp', plain='plain', merged='merged', repq='repq', ptq='ptq', time='time'),
     statistics={'': '', 'batch': 'batch', 'estimate': 'estimate', 'calibrated': 'calibrated', 'sampled': 'sampled', '1x1': '1x1'})
-SETTING_WORDS = dict(compiled='path')                               # names of settings
-VALUE_WORDS = dict(path={'native': 'fused', False: 'simple', True: 'compiled'}) # values of settings
+SETTING_WORDS = {}  # names of settings
+VALUE_WORDS = dict(path=dict(fused='fused', simple='simple', both='compiled', compiled='torch.compile')) # values of settings
 
 # %% ../../nbs/reproduce/2_records.ipynb #5ec0d008
 def plain_value(value):

@@ -69,41 +69,41 @@ PROFILES = {
 SEEDS = dict(smoke=1, cpu=3, gpu=3, paper=1)
 ON_GPU = ('gpu', 'paper')
 
-_short = dict(optimizer='sgd', schedule='one_cycle', warmup=0, weight_decay=1e-4, label_smoothing=0., lr=0.1, lr_quantized=0.02, threads=1, compiled='native')
+_short = dict(optimizer='sgd', schedule='one_cycle', warmup=0, weight_decay=1e-4, label_smoothing=0., lr=0.1, lr_quantized=0.02, threads=1, path='fused')
 _digits = dict(_short, data='digits', batch_size=64, loader=dict(held_out=160))
 _cifar = dict(_short, data='cifar10', batch_size=64, nesterov=True, label_smoothing=0.1, weight_decay=5e-4,
               channels_last=True, lr=0.05, lr_quantized=0.01, loader=dict(held_out=5000, pad=2))
-_imagenet = dict(data='imagenet', threads=0, compiled=True, loader=dict(size=224))
+_imagenet = dict(data='imagenet', threads=0, path='both', loader=dict(size=224))
 SETTINGS = {
     'smoke': {
         'repvgg': dict(_digits, epochs=6, epochs_quantized=3, network=dict(width=0.25, depth=0.25, small_input=True, in_channels=1)),
         'acnet': dict(_digits, epochs=5, epochs_quantized=2, network=dict(width=0.125, depth=0.5, small_input=True, in_channels=1)),
         'ecbsr': dict(data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=12, epochs_quantized=3, optimizer='adam', schedule='one_cycle', weight_decay=0.,
-                      lr=4e-3, lr_quantized=4e-3, threads=1, compiled='native', warm_bits=4, warm_epochs=1),
-        'time': dict(batch=16, size=128, rounds=9, network=dict(width=0.25, n_classes=10), threads=1, compiled=True)},
+                      lr=4e-3, lr_quantized=4e-3, threads=1, path='fused', warm_bits=4, warm_epochs=1),
+        'time': dict(batch=16, size=128, rounds=9, network=dict(width=0.25, n_classes=10), threads=1, path='both')},
     'cpu': {
         'repvgg': dict(_cifar, epochs=16, epochs_quantized=3, network=dict(width=0.33, strides=[1, 2, 2, 2, 1], small_input=True)),
         'acnet': dict(_cifar, epochs=10, epochs_quantized=3, network=dict(width=0.25, strides=[2, 1, 2, 2, 2], small_input=True)),
         'ecbsr': dict(data='bsds400', patch=32, batch_size=16, steps_per_epoch=400, epochs=120, epochs_quantized=24, optimizer='adam',
-                      schedule='one_cycle', weight_decay=0., lr=4e-3, lr_quantized=4e-3, threads=1, compiled='native'),
-        'time': dict(batch=16, size=128, rounds=7, network={}, threads=1, compiled=True)},
+                      schedule='one_cycle', weight_decay=0., lr=4e-3, lr_quantized=4e-3, threads=1, path='fused'),
+        'time': dict(batch=16, size=128, rounds=7, network={}, threads=1, path='both')},
     'paper': {
         'repvgg': dict(_imagenet, network={}), 'acnet': dict(_imagenet, network={}), 'orepa': dict(_imagenet, network=dict(orepa_stem=True)),
-        'ecbsr': dict(data='div2k', patch=64, steps_per_epoch=1600, threads=0, compiled=True), # steps: 800 pictures, each 64 times, as the official code; the paper does not say
-        'time': dict(batch=128, size=224, rounds=15, network={}, threads=0, compiled=True)}}
+        'ecbsr': dict(data='div2k', patch=64, steps_per_epoch=1600, threads=0, path='both'), # steps: 800 pictures, each 64 times, as the official code; the paper does not say
+        'time': dict(batch=128, size=224, rounds=15, network={}, threads=0, path='both')}}
 for profile in ('smoke', 'cpu'): # OREPA: as ACNet, with the stem of the official code
     SETTINGS[profile]['orepa'] = SETTINGS[profile]['acnet'] | dict(network=SETTINGS[profile]['acnet']['network'] | dict(orepa_stem=True))
 
 # %% ../../nbs/reproduce/4_runs.ipynb #6da6f40d
 _full = dict(_cifar, batch_size=256, epochs=40, epochs_quantized=20, lr=0.1, lr_quantized=0.01, loader=dict(held_out=5000),
-             compiled=True, channels_last=True, autocast='bfloat16')
+             path='both', channels_last=True, autocast='bfloat16')
 SETTINGS['gpu'] = {
     'repvgg': dict(_full, network=dict(small_input=True)),
     'acnet': dict(_full, network=dict(small_input=True)),
     'orepa': dict(_full, network=dict(small_input=True, orepa_stem=True)),
     'ecbsr': SETTINGS['cpu']['ecbsr'] | dict(patch=64, batch_size=32, steps_per_epoch=1000, epochs=80, epochs_quantized=20,
-                                             compiled=True, channels_last=True),
-    'time': dict(batch=64, size=224, rounds=15, network={}, threads=0, compiled=True)}
+                                             path='both', channels_last=True),
+    'time': dict(batch=64, size=224, rounds=15, network={}, threads=0, path='both')}
 
 def usual_workers(profile:str)->int:
     "Trainings at a time on one machine: one where they share a GPU, else one for each core"

@@ -5,16 +5,15 @@
 # %% auto #0
 __all__ = ['LARGEST_FILE', 'STAND_INS', 'PROBE_STEPS', 'KEPT', 'CHECKPOINT', 'PROBE_IMAGES', 'DESCRIPTION', 'pack_optimizer',
            'unpack_optimizer', 'tensors_digest', 'split_tensors', 'save_tensors', 'read_tensors', 'load_tensors',
-           'stored_range', 'set_weights', 'load_weights', 'load_parent', 'random_state', 'set_random_state',
-           'path_here', 'Workspace', 'classifier_data', 'imagenet_dls', 'stand_in', 'sr_data', 'estimate_1x1',
+           'stored_range', 'set_weights', 'load_weights', 'load_parent', 'random_state', 'set_random_state', 'word_for',
+           'Workspace', 'classifier_data', 'imagenet_dls', 'stand_in', 'sr_data', 'estimate_1x1',
            'full_precision_network', 'quantized_network', 'described_network', 'network_of', 'count_layers', 'schedule',
-           'nesterov_step', 'sgd', 'torch_adam_step', 'adam', 'compiler_of', 'origin', 'check_finite', 'Keeper',
-           'is_best', 'save', 'made_elsewhere', 'take_up', 'resume', 'Bfloat16', 'check_autocast', 'check_rates', 'fit',
-           'Pilot', 'pilot', 'probe_metrics', 'not_finite', 'finish', 'variance_errors', 'check_description',
-           'load_network', 'data_of']
+           'nesterov_step', 'sgd', 'torch_adam_step', 'adam', 'origin', 'check_finite', 'Keeper', 'is_best', 'save',
+           'made_elsewhere', 'take_up', 'resume', 'Bfloat16', 'check_autocast', 'check_rates', 'fit', 'Pilot', 'pilot',
+           'probe_metrics', 'not_finite', 'finish', 'variance_errors', 'check_description', 'load_network', 'data_of']
 
 # %% ../../nbs/reproduce/3_training.ipynb #fad7283f
-import fcntl, hashlib, json, math, os, platform, shlex, subprocess, time
+import fcntl, hashlib, json, math, os, platform, time
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +34,7 @@ from ..tools.files import NUMBER, Corrupt, Number, canonical, inside, misfit, pa
 from ..tools.machine import processor, versions
 from .records import (COUNT, EPOCH, HEX_FLOAT, METHOD, POSITIVE, RECORD_FORMAT, SEGMENT, SPEC_SHAPE, VALUE_WORDS, WEIGHTS, commit, from_words, read_record,
                           to_words)
-from ..fast.native import find_compiler, library
-from ..fast.weights import paths_taken, reset_paths
+from ..tools.registry import paths_taken, ready_path, reset_paths
 from ..algebra.branch import Conv, Norm
 from ..quantization.layer import RepConv2d, one_of
 from ..models.networks import build_model
@@ -44,7 +42,6 @@ from ..models.costs import cost
 from ..quantization.network import STRATEGIES, quantizable_layers, quantize, recalibrate, set_statistics
 from ..train.doctor import variance_error
 from ..train.learner import QAT
-from ..quantization.lsq import use_compiled
 
 # %% ../../nbs/reproduce/3_training.ipynb #f1eca023
 def pack_optimizer(opt)->tuple: # tensors by name, the rest
@@ -147,18 +144,15 @@ def set_random_state(tensors:dict):
         if f'random.cuda.{i}' in tensors: torch.cuda.set_rng_state(tensors[f'random.cuda.{i}'], i)
 
 # %% ../../nbs/reproduce/3_training.ipynb #b82cd441
-def path_here(compiled)->str: # 'fused', 'compiled' or 'simple'
-    "The path that is taken here when one is asked for"
-    asked = VALUE_WORDS['path'].get(compiled, 'compiled')
-    return 'simple' if asked == 'fused' and library(torch.float32) is None else asked
+def word_for(path:str)->str: return VALUE_WORDS['path'].get(path, 'compiled') # in a record
 
 class Workspace:
     "Where a run under way keeps its checkpoint and says how far it is"
     def __init__(self,
-        folder=None,   # None: nothing is kept
-        compiled=False # the path that was asked for, as `use_compiled` has it
+        folder=None,       # None: nothing is kept
+        asked:str='simple' # path of execution: one of `repq.tools.registry.PATHS`
     ):
-        self.folder, self.started, self.last, self.compiled = Path(folder) if folder else None, time.time(), 0., compiled
+        self.folder, self.started, self.last, self.asked = Path(folder) if folder else None, time.time(), 0., asked
         if not folder: return
         self.folder.mkdir(parents=True, exist_ok=True)
         for p in self.folder.iterdir(): inside(p, self.folder)
@@ -309,19 +303,12 @@ def adam(
 # %% ../../nbs/reproduce/3_training.ipynb #c89de00e
 PROBE_STEPS = 5 # first losses that a record keeps
 
-def compiler_of(path:str)->str: # such as 'cc (Debian 12.2.0-14) 12.2.0'; empty for paths without C
-    "The C compiler behind a path of execution, as it calls itself, with the options that the user gave"
-    if path != 'fused': return ''
-    command, *options = shlex.split(find_compiler())
-    said = subprocess.run([command, '--version'], capture_output=True, text=True).stdout.splitlines()
-    return ' '.join([said[0] if said else Path(command).name, *options])
-
 def origin(work:Workspace)->dict:
     "Who makes this segment of a training"
     gpu = f' with {torch.cuda.get_device_name()}' if torch.cuda.is_available() and torch.cuda.is_initialized() else ''
-    ready = path_here(work.compiled)
+    ready, compiler = ready_path(work.asked)
     return dict(commit=commit(), processor=processor() | dict(name=processor()['name'] + gpu), torch=torch.__version__,
-                path='none', ready=ready, compiler=compiler_of(ready))
+                path='none', ready=word_for(ready), compiler=compiler)
 
 # %% ../../nbs/reproduce/3_training.ipynb #c89de010
 def check_finite(what:str, value:float, epoch:int):
@@ -361,7 +348,7 @@ class Keeper(Callback):
 
     def note_segment(self):
         "Write down what made the steps of this segment"
-        now = {dict(c='fused').get(k, k): n for k, n in paths_taken().items()}
+        now = paths_taken()
         self.taken = {k: self.taken_before.get(k, 0) + n for k, n in now.items()}
         self.segments[-1] |= dict(last=self.steps, path='+'.join(k for k, n in now.items() if n) or 'none')
 
@@ -599,7 +586,7 @@ def finish(
     segments = keeper.segments if keeper and keeper.segments else [origin(work) | dict(first=0, last=0)]
     record = dict(format=RECORD_FORMAT, method=METHOD, spec=to_words(run), metrics=metrics, history=keeper.history if keeper else [], **more,
                   environment={k: v for k, v in environment.items() if k not in ('compiler', 'system')}, commit=commit(), versions=versions(), processor=segments[-1]['processor'],
-                  path=dict(asked=VALUE_WORDS['path'].get(work.compiled, 'compiled'), taken=keeper.taken if keeper else {}), segments=segments, probe=probe, weights=weights,
+                  path=dict(asked=word_for(work.asked), taken=keeper.taken if keeper else {}), segments=segments, probe=probe, weights=weights,
                   restarts=keeper.restarts if keeper else [], finished=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
                   time=dict(wall=wall, cpu=time.process_time(), training_cpu=keeper.spent if keeper else 0., sessions=keeper.sessions if keeper else 1))
     if work.folder is None: return record

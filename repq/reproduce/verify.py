@@ -55,12 +55,12 @@ def first_losses(
     "The losses of the first steps of a run, computed now"
     import matplotlib.pyplot as plt
     import torch
-    from repq.quantization.lsq import use_compiled
+    from repq.tools.registry import use_path
     given = {k: run[k] for k in ('model', 'block', 'strategy', 'statistics', 'bits', 'seed')}
     given |= dict(parent=parent, folder=None, settings=run['settings'] | dict(max_steps=min(steps, run['settings'].get('max_steps', steps))))
     names, threads = dict(__name__='a training that is repeated'), torch.get_num_threads()
     try:
-        with use_compiled(False), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with use_path('simple'), redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter('ignore')
             for cell in read_json(experiments()/NOTEBOOKS[run['task']])['cells']:
                 if cell['cell_type'] != 'code': continue
@@ -75,21 +75,21 @@ def first_losses(
 def metrics_again(folder, record:dict, run:dict)->dict: # name -> hexadecimal number
     "The metric of stored weights on the fixed images, computed now"
     import torch
-    from repq.quantization.lsq import use_compiled
+    from repq.tools.registry import use_path
     from repq.reproduce.training import load_tensors, network_of, probe_metrics
     threads = torch.get_num_threads()
     tensors, _ = load_tensors(Path(folder)/WEIGHTS, record['weights']['sha256'])
     try:
         torch.set_num_threads(run['settings'].get('threads') or threads)
-        with use_compiled(run['settings'].get('compiled', False)):
+        with use_path(run['settings'].get('path', 'simple')):
             return probe_metrics(network_of(run, tensors, WEIGHTS), run)
     finally: torch.set_num_threads(threads)
 
 # %% ../../nbs/reproduce/7_verify.ipynb #7e21f013
-def same_maker(segment:dict, compiled)->str: # empty: the same
+def same_maker(segment:dict, path:str)->str: # empty: the same
     "What is different here from where a segment was made"
     from repq.reproduce.training import Workspace, made_elsewhere, origin
-    return made_elsewhere(segment, origin(Workspace(None, compiled)))
+    return made_elsewhere(segment, origin(Workspace(None, path)))
 
 def check_losses(folder:Path, record:dict, run:dict)->tuple: # how they differ, what was checked, what could not be
     "Compare the first losses of a record with those of now"
@@ -98,7 +98,7 @@ def check_losses(folder:Path, record:dict, run:dict)->tuple: # how they differ, 
     home = folder.parent/id_of(parent, record['method']) if parent else None
     if home and not home.is_dir(): return '', '', f'its parent {home.name} is not there'
     if home and not (home/WEIGHTS).is_file(): return '', '', f'the weights of its parent {home.name} are not here'
-    elsewhere = same_maker(record['segments'][0], run['settings'].get('compiled', False))
+    elsewhere = same_maker(record['segments'][0], run['settings'].get('path', 'simple'))
     now = first_losses(run, str(home) if home else None, len(recorded))
     if len(now) != len(recorded): return f'{len(recorded)} losses were recorded, and there are {len(now)}', '', ''
     named = ((f'the loss of step {i}', a, b) for i, (a, b) in enumerate(zip(recorded, now), 1))
@@ -111,7 +111,7 @@ def check_metrics(folder:Path, record:dict, run:dict)->tuple: # how they differ,
     recorded = record['probe']['metrics']
     if record['weights'] is None or not recorded: return '', '', record['probe'].get('note', 'no metric was recorded')
     if not (folder/WEIGHTS).is_file(): return '', '', 'its weights are not here, only their digest'
-    elsewhere = same_maker(record['segments'][-1], run['settings'].get('compiled', False))
+    elsewhere = same_maker(record['segments'][-1], run['settings'].get('path', 'simple'))
     now = metrics_again(folder, record, run)
     if set(now) != set(recorded): return f'{", ".join(sorted(recorded))} were recorded, and there are {", ".join(sorted(now))}', '', ''
     differs = next((d for name, a in recorded.items() if (d := compare_number(name, f'{name} of the stored weights', a, now[name], not elsewhere))), '')

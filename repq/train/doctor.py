@@ -32,10 +32,9 @@ def variance_error(layer, x)->float:
     if not isinstance(layer, RepConv2d) or not layer.branch.has_norm: return float('nan')
     found, x = [], x.to(next(layer.branch.parameters()).dtype) # mixed precision hands over half
     for choice in (layer.statistics, 'batch'):
-        signal = replace(layer.signal(x), statistics=choice, memo={})
-        layer.branch.kernel(signal)
-        found.append(signal.memo)
-    chosen, exact = ({n: m[1].clamp_min(1e-12) for n, m in memo.items()} for memo in found)
+        _, used = layer.branch.merge(replace(layer.signal(x), statistics=choice))
+        found.append({n: stats.var.clamp_min(1e-12) for n, stats in used.items()})
+    chosen, exact = found
     errors = [(chosen[n]/exact[n] - 1).abs() for n in exact]
     return torch.cat(errors).median().item() if errors else float('nan')
 
