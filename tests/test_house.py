@@ -5,15 +5,6 @@ import pytest
 import repq
 
 ROOT = Path(__file__).parent.parent
-# imports against the table, each with the reason why it is still there; all go when `fast` is behind its seam
-LATER = {
-    ('algebra.kernel', 'fast'): 'small maps and sums of few products are asked for by name later',
-    ('algebra.branch', 'fast'): 'one helper of small maps',
-    ('quantization.layer', 'fast'): 'the fused quantization of a merged weight is asked for by name later',
-    ('reproduce.training', 'fast'): 'a record says which paths a training took; the registry will know',
-}
-
-
 def table():
     "room -> what it may import, in the words of the table"
     text = (ROOT/'CONTRIBUTING.md').read_text(encoding='utf-8')
@@ -83,16 +74,8 @@ def test_imports_follow_the_table(room):
     for path in files(room):
         module = f'{room}.{path.stem}'
         rooms = {homes(name)[0] for name in imported(path, f'repq.{room}')} - {None, room} - allowed(room)
-        wrong += [f'{module} imports {r}' for r in sorted(rooms) if (module, r) not in LATER]
+        wrong += [f'{module} imports {r}' for r in sorted(rooms)]
     assert not wrong, f'{room} may import {", ".join(sorted(allowed(room))) or "no other room"}: {wrong}'
-
-
-@pytest.mark.parametrize('module, room', LATER)
-def test_exceptions_are_still_needed(module, room):
-    path = ROOT/'repq'/f'{module.replace(".", "/")}.py'
-    found = {homes(name)[0] for name in imported(path, f'repq.{path.parent.name}')}
-    assert room in found, 'take it out of LATER'
-    assert room not in allowed(path.parent.name), 'the table allows it'
 
 
 @pytest.mark.parametrize('room', ROOMS)

@@ -6,7 +6,8 @@ import pytest, torch
 from torch import nn
 from repq.bench import cases as bench, timing as measuring
 from repq.algebra import statistics as norm
-from repq.quantization import lsq as quantizer
+from repq.fast import quantizer
+from repq.tools.registry import use_path
 from repq.bench.cases import LAYOUTS, LATE, Setting, at_step, bench_quantizer, bench_step, branch_chain, candidate_steps, compared_networks, compose_rows, find_peers, step_networks, step_targets
 from repq.cli.command import ABOUT, main
 from repq.algebra.branch import Conv, Norm, Seq
@@ -20,8 +21,8 @@ ORDINARY, MEASURING = 'QAT RepQ-calibrated, ordinary step', 'QAT RepQ-calibrated
 
 
 @pytest.fixture(autouse=True)
-def eager():
-    with quantizer.use_compiled(False): yield
+def simple():
+    with use_path('simple'): yield
 
 
 def table_of(**times):
@@ -111,7 +112,7 @@ def test_products_in_bfloat16_are_those_of_the_rows_that_say_so(monkeypatch):
     for name, dtype in {'QAT RepQ-BN, bfloat16': torch.bfloat16, 'QAT RepQ-sampled, bfloat16': torch.bfloat16, 'QAT RepQ-BN': None}.items():
         seen.clear()
         steps[name][name]()
-        assert seen == [dtype]*6 and norm.products_in() is None, 'two norms in each of three blocks'
+        assert seen == [dtype]*6, 'two norms in each of three blocks'
     memory = bench.bench_memory('acnet', methods=('RepQ-BN', 'RepQ-BN, bfloat16'), **TINY | dict(size=64))
     assert memory['saved MB']['QAT RepQ-BN, bfloat16'] != memory['saved MB']['QAT RepQ-BN']
 
@@ -155,7 +156,7 @@ def test_operations_of_steps(monkeypatch):
     monkeypatch.setattr(bench, 'interleaved', lambda *args, **kwargs: (timed(*args, **kwargs), when.append('timed'))[0])
     count = bench.multiplications
     monkeypatch.setattr(bench, 'multiplications', lambda f: when.append('counted') or count(f))
-    with quantizer.use_compiled('native'):
+    with use_path('fused'):
         nets = compared_networks(lambda plain: branch_chain(0 if plain else 2, 8, blocks=2), methods=['RepQ-BN', 'RepQ-BNEst', 'RepQ-calibrated'])
         t = bench.measure_steps(nets, torch.randn(2, 8, 6, 6), torch.randint(10, (2,)), rounds=1)
     assert when == ['timed'] + ['counted']*(len(t) - 3), 'one step for each part, none for the composed rows'
@@ -210,18 +211,18 @@ def test_a_peer_takes_part(monkeypatch):
         step = torch.ones((), requires_grad=True)
         return (lambda x: x*step + (time.sleep(.001) or 0)), step
     monkeypatch.setattr(bench, 'PEERS', {'Brevitas': peer})
-    monkeypatch.setitem(quantizer._policy, 'failed', False)
-    monkeypatch.setattr(quantizer, 'compiled', lambda *args: 1/0) # no compiler
+    programs = quantizer.Programs('a quantizer', None)
+    for module in (quantizer, bench, measuring): monkeypatch.setattr(module, 'FORMULAS', programs)
+    monkeypatch.setattr(quantizer, 'compile_formula', lambda *args: 1/0) # no compiler
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         t = bench_quantizer(3, (2, 4, 8, 8))
     assert 'Brevitas' in t.index and 'times faster than Brevitas' in t and 'repq, compiled' not in t.index
-    assert any('compiling the quantizer failed' in n for n in t.attrs['notes']) and t.attrs['rounds'].shape == (3, len(t))
-    with quantizer.use_compiled('auto'):
-        quantizer._policy['failed'] = True
-        assert measuring.conditions()['path'] == 'eager, compiling failed'
-    for mode, path in ((False, 'eager'), ('native', 'merging in C, the rest eager')): # neither asks torch.compile for anything
-        with quantizer.use_compiled(mode): assert measuring.conditions()['path'] == path
+    assert any('torch.compile failed for a quantizer' in n for n in t.attrs['notes']) and t.attrs['rounds'].shape == (3, len(t))
+    assert programs.failed
+    with use_path('auto'): assert measuring.conditions()['path'] == 'auto, compiling failed'
+    for path in ('simple', 'fused'): # neither asks torch.compile for anything
+        with use_path(path): assert measuring.conditions()['path'] == path
 
 
 @pytest.mark.parametrize('name', bench.PEERS)
@@ -248,7 +249,7 @@ def test_record_has_everything(tmp_path):
     assert {'median ms', 'spread', 'relative', 'low', 'high', 'operations', 'at peak', 'must', 'aim', 'met', 'paper'} <= set(record['columns']) and all(row['operations'] >= 1 for row in record['rows'].values())
     assert 'operations' in record_markdown(record).splitlines()[0] and record['rows']['QAT RepQ-BNEst']['paper'] == 1.5
     assert record['rows']['QAT RepQ-BNEst']['must'] is None, 'a target is for the full network only'
-    assert record['conditions']['path'] == 'eager' and not re.search(r'"[^"]*/(usr|bin|home|root|work)/', json.dumps(record)), 'no path of a machine'
+    assert record['conditions']['path'] == 'simple' and not re.search(r'"[^"]*/(usr|bin|home|root|work)/', json.dumps(record)), 'no path of a machine'
 
 
 def test_pages_say_what_was_measured():
@@ -279,7 +280,7 @@ def test_pictures_show_targets_and_paper():
 def test_help(what, capsys):
     assert main(['bench', *([what] if what else []), '--help']) == 0
     out = capsys.readouterr().out
-    assert 'quick' in out and (all(w in out for w in ABOUT) if what is None else all(o in out for o in ('--rounds' if what != 'memory' else '--batch', '--eager', '--no-keep-memory', '--out')))
+    assert 'quick' in out and (all(w in out for w in ABOUT) if what is None else all(o in out for o in ('--rounds' if what != 'memory' else '--batch', '--path', '--no-keep-memory', '--out')))
 
 
 @pytest.mark.parametrize('words, said', [
@@ -299,13 +300,13 @@ def test_all_writes_everything(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, 'AXES', dict(size=(32, 64), branches=(1, 2)))
     monkeypatch.setattr(measuring, 'keep_memory', lambda: False) # it would stay for the rest of the tests
     threads, mode = torch.get_num_threads(), quantizer._policy['mode']
-    assert main(['bench', 'all', '--quick', '--eager', '--rounds', '1', '--out', str(tmp_path)]) == 0
-    names = [f'{kind}-resnet18-{block}-32-4-w0.125-eager' for kind in ('step', 'memory') for block in ('acnet', 'orepa')] + ['quantizer', 'deploy', 'growth-size-eager', 'growth-branches-eager']
+    assert main(['bench', 'all', '--quick', '--path', 'simple', '--rounds', '1', '--out', str(tmp_path)]) == 0
+    names = [f'{kind}-resnet18-{block}-32-4-w0.125-simple' for kind in ('step', 'memory') for block in ('acnet', 'orepa')] + ['quantizer', 'deploy', 'growth-size-simple', 'growth-branches-simple']
     assert {p.stem for p in tmp_path.glob('*.json')} == set(names)
-    assert {p.stem for p in tmp_path.glob('*.png')} == {'quantizer', 'deploy', 'step-eager', 'memory-eager', 'growth-eager'} and not list(tmp_path.glob('.*'))
+    assert {p.stem for p in tmp_path.glob('*.png')} == {'quantizer', 'deploy', 'step-simple', 'memory-simple', 'growth-simple'} and not list(tmp_path.glob('.*'))
     for name, r in read_bench(tmp_path).items():
         kind = name.split('-')[0]
-        assert r['command'] == f'repq bench {kind} --quick --eager --rounds 1' and r['quick'] and r['conditions']['threads'] == 1 and r['rows'] and any('mean nothing' in n for n in r['notes'])
+        assert r['command'] == f'repq bench {kind} --quick --path simple --rounds 1' and r['quick'] and r['conditions']['threads'] == 1 and r['rows'] and any('mean nothing' in n for n in r['notes'])
         assert kind == 'memory' or r['rounds']
     out, err = capsys.readouterr()
     assert sum('operations' in line and 'relative' in line for line in out.splitlines()) == 4, 'two tables of steps, two of growth'

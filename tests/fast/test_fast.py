@@ -4,19 +4,17 @@ import pytest, torch
 import torch.nn.functional as F
 import repq
 from repq import blocks
-from repq.algebra import kernel, statistics as norm
-from repq.fast import native
-from repq.quantization import lsq as quantizer
+from repq.fast import native, small_maps
 from repq.algebra.branch import Conv, Fixed, Norm, Seq, Sum
 from repq.algebra.kernel import Kernel
 from repq.quantization.layer import RepConv2d
-from repq.algebra.statistics import STATISTICS
-from repq.quantization.lsq import use_compiled
+from repq.algebra.statistics import STATISTICS, Calibrated, Exact, Sampled
+from repq.tools.registry import paths_taken, reset_paths, use_path
 from repq.tools.testing import assert_same, randomize_bn, rel_error
-from repq.fast.weights import native_norms, paths_taken, reset_paths
+from repq.fast.quantizer import FORMULAS
+from repq.fast.weights import BLOCKS as PROGRAMS, native_norms
 
 NATIVE = ('repvgg', 'acnet', 'mobileone')
-PATHS = {False: 'simple', 'native': 'c', True: 'compiled'}   # what each mode promises for the blocks it is asked for here
 
 
 def block(name, i=6, o=6, stride=1, groups=1, statistics='estimate', bits=4):
@@ -28,14 +26,14 @@ def block(name, i=6, o=6, stride=1, groups=1, statistics='estimate', bits=4):
     return layer
 
 
-def step(layer, x, mode):
+def step(layer, x, path):
     "Output, gradients by name, buffers after one training step"
     layer, x = copy.deepcopy(layer), x.clone().requires_grad_()
     reset_paths()
-    with use_compiled(mode):
+    with use_path(path):
         y = layer(x)
         y.pow(3).mean().backward()
-    assert paths_taken() == {'c': 0, 'compiled': 0, 'simple': 0} | {PATHS[mode]: 1}, 'not in silence by another way'
+    assert paths_taken() == {'fused': 0, 'compiled': 0, 'simple': 0} | {path: 1}, 'not in silence by another way'
     return y.detach(), {'x': x.grad} | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}, dict(layer.named_buffers())
 
 
@@ -63,7 +61,7 @@ def test_native(name, statistics):
                 laid = copy.deepcopy(layer).to(memory_format=weights)
                 for m in laid.modules():
                     if hasattr(m, 'calibration'): m.calibration.step = 5 if layout is torch.channels_last else 4   # not due, due
-                assert_same_step(step(laid, x, 'native'), step(laid, x, False))
+                assert_same_step(step(laid, x, 'fused'), step(laid, x, 'simple'))
 
 
 @pytest.mark.parametrize('statistics', STATISTICS)
@@ -73,9 +71,9 @@ def test_native_on_small_maps(name, statistics):
     for i, o, stride, size in [(64, 64, 1, (2, 2)), (64, 64, 1, (4, 3)), (128, 70, 2, (7, 5)), (64, 64, 1, (1, 4))]:
         layer = block(name, i, o, stride, 1, statistics).to(memory_format=torch.channels_last)
         x = torch.randn(3, i, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
-        assert_same_step(step(layer, x, 'native'), step(layer, x, False))
+        assert_same_step(step(layer, x, 'fused'), step(layer, x, 'simple'))
         layer.branch.parts[0].bn.eval()          # one part frozen
-        assert_same_step(step(layer, x, 'native'), step(layer, x, False))
+        assert_same_step(step(layer, x, 'fused'), step(layer, x, 'simple'))
 
 
 @pytest.mark.parametrize('statistics', ['batch', 'sampled'])
@@ -85,21 +83,14 @@ def test_statistics_in_bfloat16(batch, size, statistics):
     "Means and variances to a few thousandths, and the same by every way"
     layer = block('acnet', 64, 32, statistics=statistics).float().to(memory_format=torch.channels_last)
     x = torch.randn(batch, 64, *size).relu().to(memory_format=torch.channels_last)
-    exact, found = step(layer, x, False)[2], {}
-    for mode in (False, 'native'):
-        with norm.statistics_in(torch.bfloat16): y, grads, half = step(layer, x, mode)
-        found[mode] = {n: b for n, b in half.items() if 'running' in n}
-        assert all(0 < rel_error(b, exact[n]) < 5e-3 for n, b in found[mode].items()) and len(found[mode]) == 6
+    exact, found = step(layer, x, 'simple')[2], {}
+    layer.statistics = dict(batch=Exact, sampled=Sampled)[statistics](dtype=torch.bfloat16)
+    for path in ('simple', 'fused'):
+        y, grads, half = step(layer, x, path)
+        found[path] = {n: b for n, b in half.items() if 'running' in n}
+        assert all(0 < rel_error(b, exact[n]) < 5e-3 for n, b in found[path].items()) and len(found[path]) == 6
         assert y.isfinite().all() and all(g.isfinite().all() for g in grads.values())
-    assert norm.products_in() is None and all(torch.equal(b, found[False][n]) for n, b in found['native'].items())
-
-
-def test_statistics_in_a_context():
-    "Used again, and left again"
-    context = norm.statistics_in(torch.bfloat16)
-    for _ in range(2):
-        with context: assert norm.products_in() is torch.bfloat16
-        assert norm.products_in() is None
+    for n, b in found['fused'].items(): assert_same(b, found['simple'][n], 1e-6) # moments in another order of sums
 
 
 def test_a_loaded_bias_is_used():
@@ -116,7 +107,7 @@ def test_small_maps_twice_back():
     layer = block('acnet', 64, 64, statistics='batch').to(memory_format=torch.channels_last)
     x = torch.randn(3, 64, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
     before = [p.detach().clone() for p in layer.parameters()]
-    with use_compiled('native'): y = layer(x).pow(3).mean()
+    with use_path('fused'): y = layer(x).pow(3).mean()
     first, second = (torch.autograd.grad(y, [x, *layer.parameters()], retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second)) and all(map(torch.equal, before, layer.parameters()))
 
@@ -129,9 +120,9 @@ def test_processors_of_less(options, monkeypatch, tmp_path):
     monkeypatch.setattr(native, '_libraries', {})
     x = torch.randn(5, 64, 3, 2, dtype=torch.float64).to(memory_format=torch.channels_last)
     ways = [block('acnet', 64, 50, statistics=s).to(memory_format=torch.channels_last) for s in ('estimate', 'batch')]
-    expected = [step(layer, x, False) for layer in ways]
+    expected = [step(layer, x, 'simple') for layer in ways]
     monkeypatch.setenv('CC', f'cc {options}')
-    for layer, e in zip(ways, expected): assert_same_step(step(layer, x, 'native'), e)
+    for layer, e in zip(ways, expected): assert_same_step(step(layer, x, 'fused'), e)
     assert len([*tmp_path.rglob('*.so')]) == 1
 
 
@@ -141,26 +132,58 @@ def test_compiled(name):
     layer = block(name, statistics='estimate')
     assert native_norms(layer.branch) is None
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
-    assert_same_step(step(layer, x, True), step(layer, x, False))
-    assert not quantizer._policy['failed']
+    assert_same_step(step(layer, x, 'compiled'), step(layer, x, 'simple'))
+    assert not PROGRAMS.failed and not FORMULAS.failed
 
 
 @pytest.mark.parametrize('groups, stride', [(1, 1), (2, 2)])
 def test_compiled_channels_last(groups, stride):
-    "Sums of few products, which only weights that lie channels last are merged by"
+    "Depthwise-separable branches, merged in a way of their own in channels-last layout"
     layer = blocks.orepa(6, 4, stride=stride, groups=groups).double().to(memory_format=torch.channels_last).quantize()
     for p in layer.branch.parameters(): p.data.copy_(torch.randn_like(p))
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
     layer(x)
-    assert_same_step(step(layer, x, True), step(layer, x, False))
-    assert not quantizer._policy['failed']
+    assert_same_step(step(layer, x, 'compiled'), step(layer, x, 'simple'))
+    assert not PROGRAMS.failed and not FORMULAS.failed
 
 
 @pytest.mark.parametrize('statistics', ['batch', 'sampled', 'calibrated'])
 def test_compiled_statistics(statistics):
     layer = block('dbb', statistics=statistics)
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
-    assert_same_step(step(layer, x, True), step(layer, x, False))
+    assert_same_step(step(layer, x, 'compiled'), step(layer, x, 'simple'))
+
+
+@pytest.mark.parametrize('name', ['acnet', 'orepa', 'dbb', 'repvgg'])
+@pytest.mark.parametrize('measure', [True, False])
+def test_compiled_calibrated_with_a_stride(name, measure):
+    "Windows of the mean image, at stride 2, in a program of torch.compile"
+    layer = block(name, 6, 8, 2, statistics=Calibrated(measure=measure))
+    x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
+    assert_same_step(step(layer, x, 'compiled'), step(layer, x, 'simple'))
+    assert not PROGRAMS.failed
+
+
+def test_a_block_that_cannot_be_compiled(monkeypatch):
+    "One warning that names it; it goes on the simple way, and others are compiled"
+    monkeypatch.setattr(PROGRAMS, 'failed', set())
+    monkeypatch.setattr(PROGRAMS, 'made', {})
+    x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
+    bad, good = block('acnet'), block('repvgg')
+    compile = torch.compile
+    def refuse(*args, **kwargs): raise RuntimeError('not this one')
+    monkeypatch.setattr(torch, 'compile', refuse)
+    with use_path('compiled'), pytest.warns(UserWarning, match='torch.compile failed for a block .*not this one') as said:
+        reset_paths()
+        for _ in range(3): bad(x)
+    assert len([w for w in said if 'repq' in str(w.message) and 'a block' in str(w.message)]) == 1
+    assert paths_taken()['simple'] == 3
+    monkeypatch.setattr(torch, 'compile', compile)
+    step(good, x, 'compiled')
+    with use_path('compiled'):
+        reset_paths()
+        bad(x)
+    assert paths_taken() == {'fused': 0, 'compiled': 0, 'simple': 1}, 'it is not tried again'
 
 
 def test_frozen_norms():
@@ -168,8 +191,8 @@ def test_frozen_norms():
     layer.branch.parts[1].bn.eval()
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
     before = layer.branch.parts[1].bn.running_mean.clone()
-    ours = step(layer, x, 'native')
-    assert_same_step(ours, step(layer, x, False))
+    ours = step(layer, x, 'fused')
+    assert_same_step(ours, step(layer, x, 'simple'))
     assert torch.equal(ours[2]['branch.parts.1.bn.running_mean'], before)
 
 
@@ -180,7 +203,7 @@ def test_threads_do_not_change_the_result():
     try:
         for n in (1, 2, 2):
             torch.set_num_threads(n)
-            found.append(step(layer, x, 'native'))
+            found.append(step(layer, x, 'fused'))
     finally: torch.set_num_threads(before)
     assert all(torch.equal(found[1][1][n], found[2][1][n]) for n in found[1][1])
     assert_same_step(found[1], found[0])
@@ -192,21 +215,21 @@ BLOCKS = 16   # of AC-ResNet-18 with branches; its stem and shortcuts are plain
 def test_a_network_trains_the_same():
     "Four steps of AC-ResNet-18 in float64: losses agree (later a rounding tie will fall differently)"
     x, y = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
-    def losses(mode):
+    def losses(path):
         torch.manual_seed(0)
         net = repq.quantize(repq.models.resnet18(block='acnet', width=.125, n_classes=4).double(), 4, 4, statistics='estimate', start='first')
         opt, found = torch.optim.SGD(net.parameters(), 1e-3, momentum=.9), []
-        with use_compiled(mode):
+        with use_path(path):
             for _ in range(4):
                 loss = F.cross_entropy(net(x), y)
                 opt.zero_grad(); loss.backward(); opt.step(); found.append(loss.item())
         return torch.tensor(found, dtype=torch.float64)
     reset_paths()
-    expected = losses(False)
-    assert paths_taken() == {'c': 0, 'compiled': 0, 'simple': 4*BLOCKS}
+    expected = losses('simple')
+    assert paths_taken() == {'fused': 0, 'compiled': 0, 'simple': 4*BLOCKS}
     reset_paths()
-    assert_same(losses('native'), expected, 1e-8)
-    assert paths_taken() == {'c': 4*BLOCKS, 'compiled': 0, 'simple': 0}
+    assert_same(losses('fused'), expected, 1e-8)
+    assert paths_taken() == {'fused': 4*BLOCKS, 'compiled': 0, 'simple': 0}
 
 
 def test_small_maps_are_only_faster():
@@ -218,8 +241,8 @@ def test_small_maps_are_only_faster():
     with pytest.MonkeyPatch.context() as m:
         ours = run()
         calls = []
-        m.setitem(kernel.small_map, 'pixels', 0)
-        m.setattr(kernel.SmallMap, 'apply', lambda *a: calls.append(a))
+        m.setitem(small_maps.small_map, 'pixels', 0)
+        m.setattr(small_maps.SmallMap, 'apply', lambda *a: calls.append(a))
         expected = run()
     assert not calls
     for a, b in zip(ours, expected): assert_same(a, b, 1e-9, scale=max(g.abs().max().item() for g in expected))
@@ -234,12 +257,12 @@ def test_without_a_compiler(tmp_path):
         layer = repvgg(4, 4).quantize(4, 4, True)
         layer.statistics = 'estimate'
         x = torch.randn(2, 4, 8, 8)
-        with repq.use_compiled(False): layer(x)
+        with repq.use_path('simple'): layer(x)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter('always')
             for _ in range(3): layer(x).sum().backward()
             with torch.no_grad(): layer.eval()(x)
-        assert repq.fast.weights.paths_taken() == {'c': 0, 'compiled': 0, 'simple': 4}, 'steps set once, three steps without C'
+        assert repq.tools.registry.paths_taken() == {'fused': 0, 'compiled': 0, 'simple': 4}, 'steps set once, three steps without C'
         said = [str(w.message) for w in said if 'repq' in str(w.message)]
         assert len(said) == 1 and 'without compiled C' in said[0] and 'no-such-compiler' in said[0], said
         print('fine')'''

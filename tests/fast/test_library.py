@@ -6,24 +6,24 @@ TRAIN = '''if True:
     import json, warnings, torch, repq
     from repq.blocks import repvgg
     from repq.tools.testing import assert_same
-    from repq.fast.weights import paths_taken, reset_paths
+    from repq.tools.registry import paths_taken, reset_paths
     torch.set_num_threads(1)
     layer = repvgg(16, 16).double().quantize(4, 4, True)
     layer.statistics = 'estimate'
     x = torch.randn(2, 16, 8, 8, dtype=torch.float64)
-    with repq.use_compiled(False): layer(x)
-    def step(mode):
-        with repq.use_compiled(mode): y = layer(x)
+    with repq.use_path('simple'): layer(x)
+    def step(path):
+        with repq.use_path(path): y = layer(x)
         return y, *torch.autograd.grad(y.pow(3).mean(), list(layer.parameters()))
     reset_paths()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
-        found = [step('native') for _ in range(2)][-1]
+        found = [step('fused') for _ in range(2)][-1]
     taken = paths_taken()
-    for a, b in zip(found, step(False)): assert_same(a, b, 1e-9)
+    for a, b in zip(found, step('simple')): assert_same(a, b, 1e-9)
     print(json.dumps([taken, [str(w.message) for w in said if 'repq' in str(w.message)]]))'''
 
-BY_C, SIMPLE = {'c': 2, 'compiled': 0, 'simple': 0}, {'c': 0, 'compiled': 0, 'simple': 2}
+BY_C, SIMPLE = {'fused': 2, 'compiled': 0, 'simple': 0}, {'fused': 0, 'compiled': 0, 'simple': 2}
 
 
 def train(cache, cc='cc'):

@@ -6,7 +6,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from safetensors.torch import load_file, save_file
 import repq.quantization.lsq as quantizer
-from repq.quantization.lsq import LSQ, NoiseQuantizer, Quantizer, families, int_range, make_quantizer, min_error_step, squared_error, use_compiled
+from repq.fast import quantizer as fast
+from repq.fast.quantizer import FORMULAS, Programs
+from repq.tools.registry import use_path
+from repq.quantization.lsq import LSQ, NoiseQuantizer, Quantizer, families, int_range, make_quantizer, min_error_step, squared_error
 from repq.tools.testing import assert_same
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='no C++ compiler for torch.compile')
@@ -175,7 +178,7 @@ class TestBadInput:
         assert make_quantizer(Mine, bits=3)(self.x).equal(LSQ(3)(self.x))
         for bad in ('lsqq', None, nn.Linear, 4):
             with pytest.raises(ValueError, match="'lsq', 'noise' or a subclass"): make_quantizer(bad, bits=3)
-        with pytest.raises(ValueError, match="'auto'"): use_compiled('yes')
+        with pytest.raises(ValueError, match="'auto', got 'yes'"), use_path('yes'): pass
 
 
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -235,9 +238,9 @@ def test_off_and_twice():
 
 
 @pytest.mark.parametrize('family', families)
-@pytest.mark.parametrize('mode', [True, False, 'auto'])
-def test_nothing_stays_on_the_cpu(family, mode):
-    with FakeTensorMode(), use_compiled(mode):
+@pytest.mark.parametrize('path', ['compiled', 'simple', 'auto'])
+def test_nothing_stays_on_the_cpu(family, path):
+    with FakeTensorMode(), use_path(path):
         for channels, shape in ((None, (2, 3, 8, 8)), (6, (6, 3, 3, 3))):
             with torch.device('cuda'): q = make_quantizer(family, bits=4, channels=channels)
             q.set_step(.1, True)
@@ -277,28 +280,31 @@ def test_processes_share_the_step():
 
 def test_eager_until_it_pays(monkeypatch):
     asked = []
-    monkeypatch.setattr(quantizer, 'compiled', lambda formula, kind: asked.append(formula) or formula)
-    monkeypatch.setattr(quantizer, 'compile_after', 1000)
+    monkeypatch.setattr(fast, 'compile_formula', lambda formula: formula)
+    monkeypatch.setattr(fast, 'FORMULAS', Programs('a quantizer', 1000))
+    whole = Programs.run
+    monkeypatch.setattr(Programs, 'run', lambda self, *args: asked.append(args) or whole(self, *args))
     q, x = LSQ(4), torch.randn(400)
     for i in range(4): q(x)
     assert len(asked) == 2                    # the third and the fourth
-    monkeypatch.setattr(quantizer, 'compile_after', None)
+    fast.FORMULAS.after = None
     q(x)
     assert len(asked) == 2
 
 
 def test_without_a_compiler(monkeypatch):
-    def broken(formula, kind): raise RuntimeError('no compiler')
-    monkeypatch.setattr(quantizer, 'compiled', broken)
+    def broken(formula): raise RuntimeError('no compiler')
+    monkeypatch.setattr(fast, 'compile_formula', broken)
+    monkeypatch.setattr(fast, 'FORMULAS', Programs('a quantizer', 1000))
     q, x = LSQ(4), torch.randn(400)
     y = q(x)
-    with use_compiled(True), pytest.warns(UserWarning, match='no compiler') as record:
+    with use_path('compiled'), pytest.warns(UserWarning, match='no compiler') as record:
         for _ in range(3): assert q(x).equal(y)
     assert len(record) == 1
 
 
 @needs_compiler
-def test_both_paths_agree():
+def test_paths_agree():
     "Values, codes and gradient of x bit for bit; the step's gradient to float32 rounding"
     for channels, shape, dtype in ((None, (4, 8, 14, 14), torch.float32), (None, (3, 5, 7), torch.float32), (8, (8, 6, 3, 3), torch.float32),
                                    (None, (4, 300), torch.bfloat16), (None, (4, 300), torch.float64)):
@@ -308,20 +314,21 @@ def test_both_paths_agree():
             q, g, found = LSQ(bits, signed, channels, grad_scale=False), torch.randn(shape).to(dtype), []
             q(x.detach())
             with torch.no_grad(): x.view(-1)[:9] = ((torch.arange(9) - 3)/2*q.step.detach().view(-1)[0]).to(dtype) # ties
-            for mode in (False, True):
-                with use_compiled(mode):
+            for path in ('simple', 'fused', 'compiled'):
+                with use_path(path):
                     y = q(x)
                     found.append((y.detach(), *torch.autograd.grad(y, (x, q.step), g)))
-            (y, dx, ds), (y2, dx2, ds2) = found
-            assert y.equal(y2) and dx.equal(dx2)
-            assert_same(ds2, ds, 1e-4, scale=math.sqrt(x.numel())) # its usual size, for independent gradients
-    assert not quantizer._policy['failed']
+            y, dx, ds = found[0]
+            for y2, dx2, ds2 in found[1:]:
+                assert y.equal(y2) and dx.equal(dx2)
+                assert_same(ds2, ds, 1e-4, scale=math.sqrt(x.numel())) # its usual size, for independent gradients
+    assert not FORMULAS.failed
 
 
 @needs_compiler
 def test_compiles_once_for_all_shapes_and_ranges():
     def graphs(): return torch._dynamo.utils.counters['stats']['unique_graphs']
-    with use_compiled(True):
+    with use_path('compiled'):
         for i, (bits, signed, symmetric) in enumerate(RANGES):
             q = LSQ(bits, signed, None, symmetric)
             q.set_step(.1, signed)
@@ -329,17 +336,17 @@ def test_compiles_once_for_all_shapes_and_ranges():
             if i == 0: count = graphs() # forward and backward, unless an earlier test had them
         q(nn.Parameter(torch.rand(4, 6))), q(torch.rand(4, 6)[:, :3])
         with torch.no_grad(): q(torch.rand(7, 13))
-    assert graphs() == count and not quantizer._policy['failed']
+    assert graphs() == count and not FORMULAS.failed
 
 
 @needs_compiler
 def test_compiled_then_forked():
     q, x = LSQ(4), torch.randn(64)
-    with use_compiled(True): y = q(x).detach()
+    with use_path('compiled'): y = q(x).detach()
     context = multiprocessing.get_context('fork')
     queue = context.Queue()
     def child():
-        with use_compiled(True): queue.put(q(x).tolist())
+        with use_path('compiled'): queue.put(q(x).tolist())
     p = context.Process(target=child)
     p.start()
     assert queue.get(timeout=60) == y.tolist()
@@ -372,9 +379,9 @@ def test_speed():
     x, g = torch.randn(16, 64, 56, 56, requires_grad=True), torch.randn(16, 64, 56, 56)
     q = LSQ(4)
     q(x)
-    def run(quantize, mode):
-        with use_compiled(mode): torch.autograd.grad(quantize(x), (x, q.step), g)
-    paths = dict(naive=lambda: run(lambda x: naive_lsq(x, q.step, -8, 7), False), eager=lambda: run(q, False), compiled=lambda: run(q, True))
+    def run(quantize, path):
+        with use_path(path): torch.autograd.grad(quantize(x), (x, q.step), g)
+    paths = dict(naive=lambda: run(lambda x: naive_lsq(x, q.step, -8, 7), 'simple'), eager=lambda: run(q, 'fused'), compiled=lambda: run(q, 'compiled'))
     times = {name: [] for name in paths}
     for i in range(14):
         for name, f in paths.items():

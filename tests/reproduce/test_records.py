@@ -335,13 +335,14 @@ def test_on_another_machine_a_training_starts_again(tmp_path, monkeypatch, capsy
 
 def test_the_compiler_behind_a_path(monkeypatch):
     "Another compiler, or other options, round differently: the path of compiled C names it, without folders; other paths have none"
-    from repq.reproduce.training import compiler_of
+    from repq.tools.registry import ready_path
+    def compiler_of(path): return ready_path(path)[1]
     if not shutil.which('cc'): pytest.skip('needs a C compiler')
     monkeypatch.setenv('CC', shutil.which('cc'))
     plain = compiler_of('fused')
     monkeypatch.setenv('CC', 'cc -ffp-contract=off')
     assert plain and '/' not in plain and compiler_of('fused').endswith(' -ffp-contract=off') and compiler_of('fused') != plain
-    assert compiler_of('simple') == compiler_of('compiled') == ''
+    assert compiler_of('simple') == compiler_of('both') == ''
 
 
 @pytest.mark.parametrize('rates', [dict(lr=0), dict(lr=-.1), dict(lr=float('nan')), dict(lr=.1, step_lr=0., bits=8), dict(lr=0, bits=4)])
@@ -392,13 +393,13 @@ def test_a_record_names_the_path_that_was_taken(tmp_path, monkeypatch, capsys):
 
 def test_verify_takes_the_path_of_the_run(undisturbed, monkeypatch):
     "After many records torch.compile would pay off, and round differently: the metric is computed on the recorded path"
-    from repq.quantization import lsq as quantizer
+    from repq.fast.quantizer import FORMULAS, Programs
     from repq.reproduce import verify
     folder = R.Store(undisturbed[0]).done(family()[1])
     record, modes = read_record(folder), []
-    monkeypatch.setattr(quantizer, 'compile_after', 0)
-    whole = quantizer.pays_off
-    monkeypatch.setattr(quantizer, 'pays_off', lambda *args, **kwargs: modes.append(whole(*args, **kwargs)) or modes[-1])
+    monkeypatch.setattr(FORMULAS, 'after', 0)
+    whole = Programs.pays
+    monkeypatch.setattr(Programs, 'pays', lambda *args: modes.append(whole(*args)) or modes[-1])
     assert verify.metrics_again(folder, record, records.from_words(record['spec'])) == record['probe']['metrics']
     assert modes and not any(modes), 'the compiled path was taken'
 

@@ -278,7 +278,7 @@ def test_kill_9_and_again_in_c(tmp_path):
     if library(torch.float32) is None: pytest.skip('needs a C compiler')
     parent, child = classifiers()
     whole, cut = tmp_path/'whole', tmp_path/'cut'
-    assert parent.settings['compiled'] == child.settings['compiled'] == 'native'
+    assert parent.settings['path'] == child.settings['path'] == 'fused'
     assert [D.execute(r, whole).state for r in (parent, child)] == ['done', 'done']
     store = R.Store(cut, 'smoke')
     shutil.copytree(R.Store(whole, 'smoke').done(parent), store.done(parent))
@@ -298,11 +298,11 @@ def test_kill_9_and_again_in_c(tmp_path):
 
 def test_paths_of_the_profiles():
     "Every specification names a path that there is"
-    from repq.quantization.lsq import use_compiled
+    from repq.tools.registry import use_path
     for run in (r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))):
-        with use_compiled(run.settings['compiled']): pass
-        if run.profile in R.ON_GPU: assert run.settings['compiled'] is True, run.id
-        else: assert run.settings['compiled'] == dict(classify='native', super_resolution='native', time=True)[run.task], run.id
+        with use_path(run.settings['path']): pass
+        if run.profile in R.ON_GPU: assert run.settings['path'] == 'both', run.id
+        else: assert run.settings['path'] == dict(classify='fused', super_resolution='fused', time='both')[run.task], run.id
 
 
 def test_damage_is_named_and_set_aside(undisturbed, tmp_path, capsys):
@@ -452,16 +452,16 @@ def pinned_runs():
     return [R.Run(*words[:4], *words[5:7], 'smoke', settings, words[4], parent=None) for words, settings in SPECIFICATIONS]
 
 SPECIFICATIONS = [ # task, model, block, strategy, statistics, bits, seed; settings
-    (('classify', 'repvgg_a0', 'repvgg', 'fp', 'batch', 32, 0), dict(data='digits', compiled='native', lr=0.1)),
-    (('classify', 'repvgg_b0', 'plain', 'plain', '', 8, 1), dict(data='cifar10', compiled=False, lr=0.02, warmup=0)),
-    (('classify', 'resnet18', 'acnet', 'repq', 'estimate', 4, 2), dict(data='cifar10', compiled=True, network=dict(width=0.25, small_input=True))),
-    (('classify', 'resnet18', 'orepa', 'merged', '', 4, 0), dict(compiled='native', exceptions=dict(stem=[8, 8], head=[8, 8]))),
+    (('classify', 'repvgg_a0', 'repvgg', 'fp', 'batch', 32, 0), dict(data='digits', path='fused', lr=0.1)),
+    (('classify', 'repvgg_b0', 'plain', 'plain', '', 8, 1), dict(data='cifar10', path='simple', lr=0.02, warmup=0)),
+    (('classify', 'resnet18', 'acnet', 'repq', 'estimate', 4, 2), dict(data='cifar10', path='both', network=dict(width=0.25, small_input=True))),
+    (('classify', 'resnet18', 'orepa', 'merged', '', 4, 0), dict(path='fused', exceptions=dict(stem=[8, 8], head=[8, 8]))),
     (('classify', 'repvgg_a0', 'qarepvgg', 'ptq', '', 8, 0), dict(data='imagenet', loader=dict(size=224))),
     (('classify', 'repvgg_a0', 'repvgg', 'repq', 'calibrated', 4, 0), dict(lr=1e-3, step_lr=1e-4)),
     (('classify', 'repvgg_a0', 'repvgg', 'repq', 'sampled', 4, 0), dict(lr=1e-3, step_lr=1e-4)),
     (('classify', 'repvgg_a0', 'repvgg', 'fp', '1x1', 32, 0), dict(lr=0.1, epochs=120)),
-    (('super_resolution', 'ecbsr', 'ecb', 'fp', '', 32, 0), dict(data='div2k', patch=64, compiled=True, weight_decay=0.)),
-    (('time', 'resnet18', 'acnet', 'time', '', 4, 0), dict(batch=16, size=128, rounds=9, methods=['RepQ-BN'], compiled=True))]
+    (('super_resolution', 'ecbsr', 'ecb', 'fp', '', 32, 0), dict(data='div2k', patch=64, path='both', weight_decay=0.)),
+    (('time', 'resnet18', 'acnet', 'time', '', 4, 0), dict(batch=16, size=128, rounds=9, methods=['RepQ-BN'], path='both'))]
 
 
 def test_names_are_pinned():
@@ -469,7 +469,7 @@ def test_names_are_pinned():
     runs = pinned_runs()
     runs[5] = replace(runs[5], parent=runs[0])
     assert records.METHOD == 1 and {r.label: r.id for r in runs} == {l: f'{l}-{k}' for l, k in PINNED.items()}
-    assert replace(runs[1], settings=dict(data='cifar10', compiled=False, lr=0.02, warmup=0., loader=None)).id == runs[1].id, 'a number is a number, and None is nothing'
+    assert replace(runs[1], settings=dict(data='cifar10', path='simple', lr=0.02, warmup=0., loader=None)).id == runs[1].id, 'a number is a number, and None is nothing'
     for r in runs: assert records.from_words(r.stored) == json.loads(json.dumps(r.spec())), 'and back'
     every = [r for p in R.PROFILES for r in R.graph(R.cells(p, seeds=1))]
     assert all(r.stored[k] in table.values() for r in every for k, table in records.WORDS.items())
@@ -482,7 +482,7 @@ def test_renamings_leave_names(monkeypatch):
     assert run.id == f'{run.label}-{PINNED[run.label]}'
     def renamed(table, old, new): return {new if k == old else k: v for k, v in table.items()}
     monkeypatch.setitem(records.WORDS, 'block', renamed(records.WORDS['block'], 'repvgg', 'three_branches'))
-    monkeypatch.setitem(records.VALUE_WORDS, 'path', renamed(records.VALUE_WORDS['path'], 'native', 'loop'))
+    monkeypatch.setitem(records.VALUE_WORDS, 'path', renamed(records.VALUE_WORDS['path'], 'fused', 'loop'))
     monkeypatch.setattr(records, 'SETTING_WORDS', dict(execution='path', rate='lr'))
     new = replace(run, block='three_branches', settings=dict(data='digits', execution='loop', rate=0.1))
     assert new.id == run.id and records.from_words(new.stored) == new.spec()
@@ -601,8 +601,8 @@ def test_paper_runs_are_complete():
     assert {r.statistics for r in runs} == {'', 'batch', 'estimate', 'calibrated', 'sampled', '1x1'}
     by = {(r.model, r.block, r.strategy, r.statistics, r.bits): r.settings for r in runs if r.task != 'time'}
     assert by['repvgg_a0', 'repvgg', 'merged', '', 8]['lr'] in (0.001, 0.01) and by['resnet18', 'acnet', 'repq', 'estimate', 8]['step_lr'] == 1e-4
-    assert by['ecbsr', 'ecb', 'repq', '', 2] | dict(threads=0, compiled=0) == dict(epochs=1000, batch_size=32, optimizer='adam', schedule='constant', warmup=0, weight_decay=0., data='div2k', patch=64,
-        steps_per_epoch=1600, lr=5e-4, step_lr=5e-4, threads=0, compiled=0)
+    assert by['ecbsr', 'ecb', 'repq', '', 2] | dict(threads=0, path=0) == dict(epochs=1000, batch_size=32, optimizer='adam', schedule='constant', warmup=0, weight_decay=0., data='div2k', patch=64,
+        steps_per_epoch=1600, lr=5e-4, step_lr=5e-4, threads=0, path=0)
     from repq.reproduce.duration import estimate
     assert all(0 < estimate(r, python=lambda kind: 0.).seconds < 1000*3600 for r in runs)
 
@@ -612,7 +612,7 @@ def test_gpu_runs_are_complete():
     runs, settings = R.graph(R.cells('gpu')), lambda *args: R.settings_for('gpu', *args)
     assert [r.label for r in runs] == [r.label for r in R.graph(R.cells('cpu'))]
     assert all('width' not in r.settings['network'] and 'depth' not in r.settings['network'] for r in runs if r.task == 'classify')
-    assert all(r.settings['channels_last'] and r.settings['compiled'] is True for r in runs if r.task != 'time')
+    assert all(r.settings['channels_last'] and r.settings['path'] == 'both' for r in runs if r.task != 'time')
     assert {(r.task, r.strategy) for r in runs if 'autocast' in r.settings} == {('classify', 'fp')}
     assert [settings('repvgg', 'merged', 8)[k] for k in ('lr', 'step_lr')] == [0.001, 0.01] and settings('acnet', 'repq', 4)['step_lr'] == 1e-3
     assert not [r.id for p in ('smoke', 'cpu') for r in R.graph(R.cells(p, seeds=1)) if 'autocast' in r.settings]
@@ -636,7 +636,7 @@ def big_results(tmp_path_factory): return tmp_path_factory.mktemp('big')
 
 def light(run):
     "The same run on a CPU and on a few pictures: small batches, nothing compiled"
-    small = dict(compiled=False, threads=1)
+    small = dict(path='simple', threads=1)
     if run.task == 'time': small |= dict(batch=2, size=64)
     elif run.profile == 'gpu':
         small |= dict(batch_size=2)

@@ -143,7 +143,7 @@ def test_validation_that_is_no_number_ends_the_training(tmp_path, what, value):
 
 
 SPEC = dict(task='classify', model='repvgg_a0', block='repvgg', strategy='fp', statistics='batch', bits=32, seed=0,
-            settings=dict(data='digits', batch_size=64, compiled=False, network=dict(width=1/8, depth=1/4, small_input=True, in_channels=1)))
+            settings=dict(data='digits', batch_size=64, path='simple', network=dict(width=1/8, depth=1/4, small_input=True, in_channels=1)))
 
 
 def test_a_metric_that_is_no_number_is_no_record(tmp_path):
@@ -303,13 +303,13 @@ def test_a_training_with_adam_goes_on_bit_for_bit(tmp_path, bits):
 @pytest.mark.parametrize('bits, statistics', [(32, 'batch'), (32, 'estimate'), (4, 'batch'), (4, 'estimate')])
 def test_a_training_in_channels_last_goes_on_bit_for_bit(tmp_path, bits, statistics):
     "The layout of the cpu profile, on the path of its trainings: a checkpoint has tensors without a layout, and the network keeps its own"
-    from repq.quantization.lsq import use_compiled
+    from repq.tools.registry import use_path
     def train(folder=None):
         torch.manual_seed(0)
         net = full_precision_network('repvgg_a0', 'repvgg', statistics, width=1/8, depth=1/4, small_input=True, in_channels=1, n_classes=10)
         if bits < 32: net = quantized_network(net, 'repq', bits, statistics)
         net.to(memory_format=torch.channels_last)
-        with Workspace(folder, 'native') as work, use_compiled('native'):
+        with Workspace(folder, 'fused') as work, use_path('fused'):
             return net, fit(net, digits_dls(), F.cross_entropy, accuracy, work, 3, .05, schedule_name='one_cycle', bits=bits, nesterov=True, keep_best=True)
     net, whole = train()
     with cut_after(1): train(tmp_path)
