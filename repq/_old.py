@@ -6,6 +6,7 @@ import torch
 from repq.algebra.statistics import WAYS, check_dtype
 from repq.tools.registry import Seam, choose_path
 
+__all__ = ['statistics_in', 'use_compiled']
 OLD_PATHS = {True: 'both', False: 'simple', 'native': 'fused', 'auto': 'auto'}
 
 

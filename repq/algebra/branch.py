@@ -10,6 +10,7 @@ __all__ = ['UNSUPPORTED', 'Merged', 'Branch', 'as_pair', 'refuse', 'Conv', 'Fixe
 # %% ../../nbs/algebra/3_branch.ipynb #b5fee065
 from math import sqrt
 from typing import NamedTuple
+from fastcore.basics import patch
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
@@ -53,7 +54,6 @@ class Branch(nn.Module):
         raise NotImplementedError(f'{type(self).__name__} has no merge rule')
 
     def kernel(self, signal:Signal=None)->Kernel: return self.merge(signal).kernel
-    def _repr_svg_(self): return draw(self)._repr_svg_()
     def check_stride(self, stride): "Raise if this part cannot stand at the end of a strided expression"
 
     @property
@@ -357,3 +357,6 @@ def leaf_label(branch)->list:
     if isinstance(branch, WeightNorm): return [f'{size} normed', channels]
     extra = ('' if branch.groups == 1 else f' g{branch.groups}') + (' + b' if getattr(branch, 'bias', None) is not None else '')
     return [size + extra, channels]
+
+@patch
+def _repr_svg_(self:Branch): return draw(self)._repr_svg_()

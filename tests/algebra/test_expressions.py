@@ -5,6 +5,7 @@ from torch import nn
 from conftest import PROVEN
 from repq import Conv, Fixed, Identity, Norm, RepConv2d, Scale, Seq, Sum, WeightNorm
 from repq.algebra.kernel import Kernel, average_kernel, frequency_prior, laplacian, sobel_x
+from repq.algebra.branch import Merged
 from repq.tools.testing import assert_modes_agree, randomize_bn
 
 CHANNELS, ODD = (1, 2, 4, 6, 12), (1, 3, (1, 3), (3, 1))
@@ -96,9 +97,9 @@ def test_random_expressions(request):
 def test_the_proof_can_fail():
     "A merge rule with a mistake is caught: here the scale forgets the bias"
     class Forgetful(Scale):
-        def kernel(self, signal=None):
-            k = super().kernel(signal)
-            return Kernel(k.weight, k.bias - self.bias, k.groups)
+        def merge(self, signal=None, given=None):
+            k, used = super().merge(signal, given)
+            return Merged(Kernel(k.weight, k.bias - self.bias, k.groups), used)
     wrong = Forgetful(Conv(2, 2, 3), bias=True)
     nn.init.normal_(wrong.bias)
     with pytest.raises(AssertionError, match='relative error'):

@@ -7,7 +7,7 @@ from torch import nn
 from repq.bench import cases as bench, timing as measuring
 from repq.algebra import statistics as norm
 from repq.fast import quantizer
-from repq.tools.registry import use_path
+from repq.tools.registry import Seam, use_path
 from repq.bench.cases import LAYOUTS, LATE, Setting, at_step, bench_quantizer, bench_step, branch_chain, candidate_steps, compared_networks, compose_rows, find_peers, step_networks, step_targets
 from repq.cli.command import ABOUT, main
 from repq.algebra.branch import Conv, Norm, Seq
@@ -68,13 +68,13 @@ def test_the_two_calibrated_steps_are_what_they_say():
     net = compared_networks(lambda plain: branch_chain(0 if plain else 2, 8), methods=['RepQ-calibrated'])['QAT RepQ-calibrated']
     x, y, seen = torch.randn(4, 8, 8, 8), torch.randint(10, (4,)), []
     steps = candidate_steps({'QAT RepQ-calibrated': net}, x, y)['QAT RepQ-calibrated']
-    before, Calibration.measure = Calibration.measure, lambda self, *args: seen.append(1) or before(self, *args)
+    before, norm.variance_ratio = norm.variance_ratio, lambda *args: seen.append(1) or before(*args)
     try:
         for _ in range(3): steps[ORDINARY]()
         assert not seen
         for _ in range(3): steps[MEASURING]()
         assert len(seen) == 3*6, 'two norms in each of three blocks'
-    finally: Calibration.measure = before
+    finally: norm.variance_ratio = before
     assert interval(LATE) == interval(10**6) == 32 and LATE % 32 == 0 and (LATE + 1) % 32
 
 
@@ -299,7 +299,7 @@ def test_all_writes_everything(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, 'STEP_TARGETS', {s: bench.STEP_TARGETS[s] for s in (Setting(), Setting(block='orepa', batch=48))})
     monkeypatch.setattr(bench, 'AXES', dict(size=(32, 64), branches=(1, 2)))
     monkeypatch.setattr(measuring, 'keep_memory', lambda: False) # it would stay for the rest of the tests
-    threads, mode = torch.get_num_threads(), quantizer._policy['mode']
+    threads, path = torch.get_num_threads(), Seam.path
     assert main(['bench', 'all', '--quick', '--path', 'simple', '--rounds', '1', '--out', str(tmp_path)]) == 0
     names = [f'{kind}-resnet18-{block}-32-4-w0.125-simple' for kind in ('step', 'memory') for block in ('acnet', 'orepa')] + ['quantizer', 'deploy', 'growth-size-simple', 'growth-branches-simple']
     assert {p.stem for p in tmp_path.glob('*.json')} == set(names)
@@ -311,7 +311,7 @@ def test_all_writes_everything(monkeypatch, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert sum('operations' in line and 'relative' in line for line in out.splitlines()) == 4, 'two tables of steps, two of growth'
     assert [line.split(':')[0] for line in err.splitlines() if re.search(r': \d+ s$', line)] == ['quantizer', 'deploy', 'memory', 'memory', 'step', 'step', 'growth', 'growth']
-    assert (torch.get_num_threads(), quantizer._policy['mode']) == (threads, mode)
+    assert (torch.get_num_threads(), Seam.path) == (threads, path)
 
 
 def test_what_is_done_is_kept(monkeypatch, tmp_path):
