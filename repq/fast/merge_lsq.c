@@ -11,11 +11,11 @@
 
    The letters of the equations name the indices:
      o   output channel
-     i   input channel, counted within its group
-     b   part of the block (branch)
-     k   tap of the merged kernel
-     t   tap of a part
-   A gradient with respect to x is called grad_x. */
+     i   input channel, counted within its group; there are I in a group and C in all groups
+     b   part of the block (branch); there are P
+     k   tap of the merged kernel; there are K
+     t   tap of a part; there are T
+   The gradient of x is called grad_x. */
 
 #include <math.h>
 #include <stddef.h>
@@ -33,9 +33,9 @@
 
 typedef int64_t Int;
 
-/* As many numbers as fit into a line of the cache. May be loaded from any address that holds a number. */
-typedef REAL Line __attribute__((vector_size(64), aligned(sizeof(REAL)), may_alias));
+/* As many numbers as fit into a line of the cache. It may start at any number of a tensor. */
 #define LINE_BYTES 64
+typedef REAL Line __attribute__((vector_size(LINE_BYTES), aligned(sizeof(REAL)), may_alias));
 #define LANES (LINE_BYTES/(Int)sizeof(REAL))
 #define LINE(pointer) (*(Line*)(pointer))
 
@@ -63,6 +63,7 @@ typedef struct {
   REAL *grad_var;            /* (out), if the statistics are given */
 } Part;
 
+/* A block: shapes, the quantizer, and its parts. The grad_ fields, here and above, are for `backward`. */
 typedef struct {
   Int out_channels;
   Int in_channels;           /* of one group */
@@ -81,7 +82,7 @@ typedef struct {
   Part *parts;
 } Block;
 
-/* The fields with their places, so that Python can check that it means the same. */
+/* The fields with their places, so that Python can check that both sides mean the same bytes. */
 typedef struct { const char *name; Int offset, size; } Field;
 #define FIELD(type, field) {#type "." #field, offsetof(type, field), sizeof(((type*)0)->field)}
 const Field layout[] = {
@@ -267,7 +268,7 @@ int forward(const Block *block, REAL *quantized, REAL *bias)
     }
     #pragma omp for schedule(static)
     for (Int o = 0; o < block->out_channels; o++) {
-      if (!ready) continue;                    /* no way out: all threads have to pass through this loop */
+      if (!ready) continue;                    /* OpenMP wants every thread to reach this loop */
       REAL *factors = merged + I, *room = factors + P;
       REAL sum = 0, step = block->step[o];
       find_rows(block, o, room, rows);
@@ -509,7 +510,7 @@ int backward(const Block *block, const REAL *grad_quantized, const REAL *grad_bi
     }
     #pragma omp for schedule(static)
     for (Int o = 0; o < block->out_channels; o++) {
-      if (!ready) continue;                    /* no way out: all threads have to pass through this loop */
+      if (!ready) continue;                    /* OpenMP wants every thread to reach this loop */
       REAL *transposed = grad_merged + K*I, *merged = transposed + K*I, *grad_tap = merged + I;
       REAL *factors = grad_tap + I, *inverse_std = factors + P, *dots = inverse_std + P, *room = dots + P;
       find_rows(block, o, room, rows);

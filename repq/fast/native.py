@@ -6,9 +6,9 @@
 __all__ = ['SOURCE', 'STRUCTURES', 'OPTIONS', 'ALWAYS', 'DEFINES', 'FIELDS', 'c_fields', 'structures', 'CField', 'c_layout',
            'python_layout', 'find_compiler', 'compile_source', 'open_library', 'cache_folder', 'processor', 'kept_at',
            'digest_file', 'digest', 'open_kept', 'keep_library', 'build', 'load', 'library', 'Part', 'Frame',
-           'kernel_size', 'tap_table', 'PartGradients', 'Gradients', 'gradients_like', 'address', 'c_part', 'c_block',
+           'kernel_size', 'tap_table', 'PartGradients', 'Gradients', 'gradients_like', 'addresses', 'c_part', 'c_block',
            'call', 'unpack', 'replace_statistics', 'run_forward', 'run_backward', 'add_threads', 'flatten_gradients',
-           'MergeLSQ', 'check_tensor', 'check_weight', 'check_parts', 'tidy', 'merge_quantize']
+           'MergeLSQ', 'check_tensor', 'check_part', 'tidy', 'merge_quantize']
 
 # %% ../../nbs/fast/3_native.ipynb #3a6cb3f1
 import ctypes, hashlib, os, platform, shlex, shutil, subprocess, tempfile, warnings
@@ -218,7 +218,7 @@ class Frame(NamedTuple):
     last:bool    # lay the merged kernel out channels last
 
 # %% ../../nbs/fast/3_native.ipynb #757fc7fa
-def kernel_size(part:Part)->tuple: return (1, 1) if part.weight is None else tuple(part.weight.shape[2:])
+def kernel_size(part:Part)->tuple: return (1, 1) if part.weight is None else part.weight.shape[2:]
 
 @lru_cache
 def tap_table(
@@ -257,8 +257,8 @@ def gradients_like(
 )->Gradients:
     "Room for all gradients"
     threads, sums, found = torch.get_num_threads(), {None: None}, []
-    rows = iter(step.new_empty(3*len(parts) + 1, len(step)).unbind(0))
-    result = Gradients(var.new_zeros(threads, len(var)), next(rows), found)
+    rows = iter(step.new_empty(3*len(parts) + 1, step.numel()).unbind(0))
+    result = Gradients(var.new_zeros(threads, var.numel()), next(rows), found)
     for p, is_given in zip(parts, given):
         key = None if p.windows is None else (p.windows.data_ptr(), p.windows.shape)
         if key not in sums: sums[key] = var.new_zeros(threads, *p.windows.shape)
@@ -269,20 +269,21 @@ def gradients_like(
     return result
 
 # %% ../../nbs/fast/3_native.ipynb #0a5d779d
-def address(t): return 0 if t is None else t.data_ptr()
+def addresses(tensors)->list: return [0 if t is None else t.data_ptr() for t in tensors]
 
 def c_part(
-    part:Part,  # with the statistics in `mean` and `var`
-    given:bool, # whether they were there before
-    gradients,  # of `PartGradients`, or () in the forward pass
-    structure:type
+    structure:type, # of STRUCTURES
+    part:Part,      # with the statistics in `mean` and `var`
+    size:tuple,     # of its kernel
+    given:bool,     # whether the statistics were there before
+    gradients       # of `PartGradients`, or () in the forward pass
 ):
     "A part as C sees it"
-    kh, kw = kernel_size(part)
-    last = part.weight is None or part.weight.is_contiguous(memory_format=torch.channels_last)
-    per_tap = part.windows is not None and part.windows.ndim > 1
-    tensors = *part[:3], *part[4:], *gradients
-    return structure(kh*kw, last, per_tap, given, part.eps, *map(address, tensors))
+    weight, gamma, beta, eps, windows, *rest = part
+    last = weight is None or weight.is_contiguous(memory_format=torch.channels_last)
+    per_tap = windows is not None and windows.ndim > 1
+    tensors = weight, gamma, beta, windows, *rest, *gradients
+    return structure(size[0]*size[1], last, per_tap, given, eps, *addresses(tensors))
 
 # %% ../../nbs/fast/3_native.ipynb #1c0d5e31
 def c_block(
@@ -293,16 +294,18 @@ def c_block(
     "A block as C sees it"
     part, block = STRUCTURES[step.dtype]
     by_var, by_step, by_parts = gradients or (None, None, [()]*len(parts))
-    array = (part*len(parts))(*[c_part(p, g, by, part) for p, g, by in zip(parts, given, by_parts)])
-    table = tap_table(frame.size, tuple(map(kernel_size, parts)))
-    shape = len(step), len(var)//frame.groups, frame.size[0]*frame.size[1], frame.groups, len(parts)
-    head = *shape, torch.get_num_threads(), frame.last, frame.low, frame.high, table
-    return block(*head, *map(address, (var, step, by_var, by_step)), array)
+    sizes = tuple(map(kernel_size, parts))
+    array = (part*len(parts))(*[c_part(part, *each) for each in zip(parts, sizes, given, by_parts)])
+    table = tap_table(frame.size, sizes)
+    channels = step.numel(), var.numel()//frame.groups
+    shape = *channels, frame.size[0]*frame.size[1], frame.groups, len(parts), torch.get_num_threads()
+    tensors = addresses((var, step, by_var, by_step))
+    return block(*shape, frame.last, frame.low, frame.high, table, *tensors, array)
 
 # %% ../../nbs/fast/3_native.ipynb #1c0d5e33
 def call(function, block, *tensors):
     "Run a function of the library on a block; raises MemoryError if C could not allocate what it needs"
-    if function(block, *map(address, tensors)) == 0: return
+    if function(block, *addresses(tensors)) == 0: return
     shape = f'{block.out_channels}x{block.in_channels} channels and {block.taps} taps'
     raise MemoryError(f'no memory to merge a kernel of {shape} with {block.threads} threads: '
                       'free some, or use fewer threads (torch.set_num_threads)')
@@ -317,17 +320,17 @@ def unpack(flat, eps)->list: # of `Part`
 
 def replace_statistics(parts, stats)->list: # of `Part`
     "Parts with mean and variance from a flat list"
-    return [p._replace(mean=m, var=v) for p, m, v in zip(parts, stats[::2], stats[1::2])]
+    return [Part(*p[:6], m, v) for p, m, v in zip(parts, stats[::2], stats[1::2])]
 
 # %% ../../nbs/fast/3_native.ipynb #1c0d5e37
 def run_forward(frame:Frame, parts, given, var:Tensor, step:Tensor)->tuple: # weight, bias, statistics
     "Merge and quantize"
-    stats = step.new_empty(2*len(parts), len(step)).unbind(0)
+    stats = step.new_empty(2*len(parts), step.numel()).unbind(0)
     for p, is_given, mean, v in zip(parts, given, stats[::2], stats[1::2]):
         if not is_given: continue
         mean.copy_(p.mean)
         v.copy_(p.var)
-    out, inner = len(step), len(var)//frame.groups
+    out, inner = step.numel(), var.numel()//frame.groups
     if frame.last: q = step.new_empty(out, *frame.size, inner).permute(0, 3, 1, 2)
     else: q = step.new_empty(out, inner, *frame.size)
     bias = torch.empty_like(step)
@@ -342,7 +345,7 @@ def run_backward(
 )->Gradients:
     "All gradients"
     layout = torch.channels_last if frame.last else torch.contiguous_format
-    if by_q is None: by_q = step.new_zeros(len(step), len(var)//frame.groups, *frame.size)
+    if by_q is None: by_q = step.new_zeros(step.numel(), var.numel()//frame.groups, *frame.size)
     by_q = by_q.contiguous(memory_format=layout)
     gradients = gradients_like(parts, given, var, step)
     block = c_block(frame, parts, given, var, step, gradients)
@@ -350,7 +353,7 @@ def run_backward(
     return gradients
 
 # %% ../../nbs/fast/3_native.ipynb #1c0d5e3b
-def add_threads(sums:Tensor)->Tensor: return sums.sum(0) if len(sums) > 1 else sums[0]
+def add_threads(sums:Tensor)->Tensor: return sums.sum(0) if sums.shape[0] > 1 else sums[0]
 
 def flatten_gradients(gradients:Gradients, by_bias:Tensor)->list: # of tensors
     "The gradients of all parts, each in the order of FIELDS"
@@ -387,34 +390,27 @@ class MergeLSQ(torch.autograd.Function):
         return None, None, add_threads(gradients.input_var), by_step, *flatten_gradients(gradients, by_bias)
 
 # %% ../../nbs/fast/3_native.ipynb #1c0d5e3d
-def check_tensor(name:str, t:Tensor, dtype, *shapes):
+def check_tensor(name:str, t:Tensor, dtype, shape:tuple):
     "Refuse a tensor that C would read wrongly"
-    if t.dtype == dtype and t.is_cpu and t.shape in shapes: return
-    wanted = f'{dtype} on the CPU of shape {" or ".join(map(str, shapes))}'
-    raise ValueError(f'{name} must be {wanted}, got {t.dtype} on {t.device} of shape {tuple(t.shape)}')
-
-def check_weight(weight:Tensor, out:int, inner:int, frame:Frame, dtype):
-    "The same for a kernel, which may be smaller than the merged one; None is an identity"
-    if weight is not None:
-        size = tuple(map(min, weight.shape[2:], frame.size))
-        check_tensor('weight', weight, dtype, (out, inner, *size))
-    elif out != inner*frame.groups:
-        raise ValueError(f'an identity cannot have {inner*frame.groups} inputs and {out} outputs')
+    if t.dtype == dtype and t.is_cpu and t.shape == shape: return
+    found = f'{t.dtype} on {t.device} of shape {tuple(t.shape)}'
+    raise ValueError(f'{name} must be {dtype} on the CPU of shape {tuple(shape)}, got {found}')
 
 # %% ../../nbs/fast/3_native.ipynb #1c0d5e3f
-def check_parts(parts, var:Tensor, step:Tensor, frame:Frame):
-    "Refuse what C would not notice"
-    out, channels, dtype = len(step), len(var), step.dtype
-    taps = frame.size[0]*frame.size[1]
-    check_tensor('step', step, dtype, (out,))
-    check_tensor('variance of the input', var, dtype, (channels,))
-    for p in parts:
-        check_weight(p.weight, out, channels//frame.groups, frame, dtype)
-        if p.windows is not None: check_tensor('windows', p.windows, dtype, (channels,), (taps, channels))
-        elif p.mean is None or p.var is None: raise ValueError('a part needs `windows`, or `mean` and `var`')
-        for name in ('gamma', 'beta', 'ratio', 'mean', 'var'):
-            t = getattr(p, name)
-            if t is not None: check_tensor(name, t, dtype, (out,))
+def check_part(part:Part, out:int, channels:int, frame:Frame, dtype):
+    "Refuse a part that C would read wrongly"
+    weight, gamma, beta, _, windows, ratio, mean, var = part
+    rows = dict(gamma=gamma, beta=beta, ratio=ratio, mean=mean, var=var)
+    for name, t in rows.items():
+        if t is not None: check_tensor(name, t, dtype, (out,))
+    if weight is not None:
+        size = map(min, weight.shape[2:], frame.size)
+        check_tensor('weight', weight, dtype, (out, channels//frame.groups, *size))
+    elif out != channels: raise ValueError(f'an identity cannot have {channels} inputs and {out} outputs')
+    if windows is not None:
+        taps = () if windows.ndim == 1 else (frame.size[0]*frame.size[1],)
+        check_tensor('windows', windows, dtype, (*taps, channels))
+    elif mean is None or var is None: raise ValueError('a part needs `windows`, or `mean` and `var`')
 
 # %% ../../nbs/fast/3_native.ipynb #771f6592
 def tidy(t): # Tensor or None
@@ -422,6 +418,7 @@ def tidy(t): # Tensor or None
     if t is None or (t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)): return t
     return t.contiguous()
 
+# %% ../../nbs/fast/3_native.ipynb #1c0d5e4c
 def merge_quantize(
     parts,      # of `Part`
     var:Tensor, # (in,), variance of the input
@@ -429,7 +426,10 @@ def merge_quantize(
     frame:Frame
 )->tuple: # weight (out, in/groups, kh, kw), bias (out,), [(mean, variance) of each part]
     "The quantized merged kernel of a sum of convolutions with batch norms, differentiable in all tensors"
-    check_parts(parts, var, step, frame)
+    out, channels, dtype = step.numel(), var.numel(), step.dtype     # len of a tensor takes ten times as long
+    check_tensor('step', step, dtype, (out,))
+    check_tensor('variance of the input', var, dtype, (channels,))
+    for p in parts: check_part(p, out, channels, frame, dtype)
     tensors, eps = [tidy(t) for p in parts for t in (*p[:3], *p[4:])], tuple(p.eps for p in parts)
     q, bias, *stats = MergeLSQ.apply(frame, eps, var.contiguous(), step.contiguous(), *tensors)
     return q, bias, list(zip(stats[::2], stats[1::2]))
