@@ -3,7 +3,7 @@
    A block is a sum of parts, each a convolution or the identity with a batch norm after it. For one output
    channel at a time these functions compute the statistics of the norms, fold them, add up the parts and
    quantize the sum with LSQ (`forward`), and the gradients of all of that (`backward`). The page
-   "Merging in one pass" (nbs/fast/3_native.ipynb) derives the equations and explains each function.
+   "Merging in one pass" of the documentation derives the equations and explains each function.
 
    repq/fast/native.py compiles this file once for each type of number:
      -DREAL=float  -DRINT=rintf -DSQRT=sqrtf

@@ -164,6 +164,8 @@ def test_the_notebook_shows_the_file():
     paragraphs = [p for s in shown for p in re.fullmatch(r'```c\n(.*)\n```', s, re.S)[1].split('\n\n')]
     stale = [p for p in paragraphs if p not in native.SOURCE]
     assert not stale, f'not in merge_lsq.c: run the notebook again\n{stale[0]}'
+    printed = [''.join(o['text']) for o in outputs if o['output_type'] == 'stream']
+    assert native.SOURCE[:native.SOURCE.index('*/') + 3] in printed, 'the comment at its top: run the notebook again'
     def functions(text): return set(re.findall(r'^(?:static |int ).*?(\w+)\(', text, re.M))
     assert functions('\n'.join(paragraphs)) == functions(native.SOURCE) and len(functions(native.SOURCE)) > 15
 
