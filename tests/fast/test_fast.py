@@ -166,8 +166,8 @@ def test_compiled_calibrated_with_a_stride(name, measure):
 
 def test_a_block_that_cannot_be_compiled(monkeypatch):
     "One warning that names it; it goes on the simple way, and others are compiled"
-    monkeypatch.setattr(PROGRAMS, 'failed', set())
-    monkeypatch.setattr(PROGRAMS, 'made', {})
+    for programs in (PROGRAMS, FORMULAS): monkeypatch.setattr(programs, 'failed', set())
+    for programs in (PROGRAMS, FORMULAS): monkeypatch.setattr(programs, 'made', {})
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
     bad, good = block('acnet'), block('repvgg')
     compile = torch.compile
