@@ -7,7 +7,7 @@ __all__ = ['BLOCKS', 'native_norms', 'centre', 'native_part', 'weight_factor', '
            'structure', 'compiled_kernel', 'fused_kernel', 'compiler_name', 'ready_path']
 
 # %% ../../nbs/fast/5_weights.ipynb #d84f0edd
-import shlex, subprocess
+import os, shlex, subprocess
 from types import FunctionType
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ def compiler_name()->str: # such as 'cc (Debian 12.2.0-14) 12.2.0'
     "The C compiler, as it calls itself, with the options that the user gave"
     command, *options = shlex.split(find_compiler())
     said = subprocess.run([command, '--version'], capture_output=True, text=True).stdout.splitlines()
-    return ' '.join([*said[:1], *options])
+    return ' '.join([said[0] if said else os.path.basename(command), *options])
 
 def ready_path(path:str)->tuple: # path, compiler
     "What a path comes to on this machine: without a C compiler the loop is not there"
