@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['UNSUPPORTED', 'Merged', 'Branch', 'as_pair', 'refuse', 'Conv', 'Fixed', 'Identity', 'check_branch', 'Scale',
-           'WeightNorm', 'Sum', 'Seq', 'Norm', 'track', 'norms_in', 'output_norms', 'without_variance', 'draw',
-           'leaf_label']
+           'WeightNorm', 'common_size', 'Sum', 'Seq', 'Norm', 'track', 'norms_in', 'output_norms', 'without_variance',
+           'leaf_label', 'draw']
 
 # %% ../../nbs/algebra/4_branch.ipynb #b5fee065
 from math import sqrt
@@ -15,17 +15,17 @@ import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
 from ..tools.drawing import Picture, box, chain, fan
-from .kernel import (Kernel, add_kernels, common_groups, compose, expand_groups, fold_bn, identity_kernel, pair,
-                                 scale_kernel, show_size)
+from .kernel import (Kernel, add_kernels, common_groups, compose, expand_groups, fold_bn,
+                                 identity_kernel, pair, scale_kernel, show_size)
 from .batch_norm import Statistics, moments, update_running
-from .statistics import (Activations, Calibration, Signal, activations_after, advance, check_count,
-                                     convolve_signal, counted_output, frame_pad, way_of)
+from .statistics import (Activations, Calibration, Signal, activations_after, advance,
+                                     check_count, convolve_signal, counted_output, frame_pad, way_of)
 
 # %% ../../nbs/algebra/4_branch.ipynb #c18890d3
 class Merged(NamedTuple):
     "A merged kernel, and what its norms were folded with"
     kernel:Kernel
-    statistics:dict # norm -> Statistics that it took from the batch
+    statistics:dict[nn.Module, Statistics] # norm -> what it took from the batch
 
 class Branch(nn.Module):
     "A linear map made of convolutions: `forward` computes it, `merge` makes one convolution of it"
@@ -36,34 +36,53 @@ class Branch(nn.Module):
         groups:int=1 # of the merged kernel
     ):
         for name, n in dict(in_channels=in_channels, out_channels=out_channels, groups=groups).items():
-            if not isinstance(n, int) or n < 1: raise ValueError(f'{name} must be a whole number of at least 1, got {n!r}')
+            if not isinstance(n, int) or n < 1:
+                raise ValueError(f'{name} must be a whole number of at least 1, got {n!r}')
         super().__init__()
-        self.in_channels, self.out_channels, self.size, self.groups = in_channels, out_channels, tuple(size), groups
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.size, self.groups = tuple(size), groups
 
+    def __repr__(self): return f'{type(self).__name__}({", ".join(self.describe())})'
     def forward(self,
         x # (batch, in, height, width), or a Signal
     )->Tensor: # (batch, out, height - kh + 1, width - kw + 1) for a tensor
         "What the training-time branches compute"
         return self.compute(x if isinstance(x, Signal) else Signal.of(x))
 
-    def compute(self, signal:Signal)->Tensor: return convolve_signal(signal, self.kernel())
-    def merge(self,
-        signal:Signal=None, # input of the branch, for batch statistics; None: running statistics
-        given:dict=None     # norm -> Statistics of an earlier merge, to be used again
-    )->Merged:
-        "The single convolution that the branch equals; changes nothing"
-        raise NotImplementedError(f'{type(self).__name__} has no merge rule')
+# %% ../../nbs/algebra/4_branch.ipynb #5de10002
+@patch
+def compute(self:Branch, signal:Signal)->Tensor:
+    "What the branch computes on a signal"
+    return convolve_signal(signal, self.kernel())
 
-    def kernel(self, signal:Signal=None)->Kernel: return self.merge(signal).kernel
-    def check_stride(self, stride): "Raise if this part cannot stand at the end of a strided expression"
+@patch
+def merge(self:Branch,
+    signal:Signal=None, # input of the branch, for batch statistics; None: running statistics
+    reuse:dict[nn.Module, Statistics]=None # statistics of an earlier merge, to be used again
+)->Merged:
+    "The single convolution that the branch equals; changes nothing"
+    raise NotImplementedError(f'{type(self).__name__} has no merge rule')
 
-    @property
-    def has_norm(self)->bool: return any(isinstance(m, Norm) for m in self.modules())
-    def __repr__(self): return f'{type(self).__name__}({", ".join(self.describe())})'
-    def describe(self): return [repr(c) for c in self.children() if isinstance(c, Branch)]
+@patch
+def kernel(self:Branch, signal:Signal=None)->Kernel:
+    "The single convolution that the branch equals, without the statistics it was folded with"
+    return self.merge(signal).kernel
+
+# %% ../../nbs/algebra/4_branch.ipynb #5de10004
+@patch
+def check_stride(self:Branch, stride):
+    "Raise if this part cannot stand at the end of a strided expression"
+
+@patch(as_prop=True)
+def has_norm(self:Branch)->bool: return any(isinstance(m, Norm) for m in self.modules())
+
+@patch
+def describe(self:Branch)->list[str]:
+    "The arguments, as `repr` shows them"
+    return [repr(c) for c in self.children() if isinstance(c, Branch)]
 
 # %% ../../nbs/algebra/4_branch.ipynb #9f584fce
-def as_pair(n, what:str='kernel_size')->tuple:
+def as_pair(n, what:str='kernel_size')->tuple[int, int]:
     "A size given as a number or as two"
     size = pair(n)
     if len(size) != 2 or not all(isinstance(i, int) and i > 0 for i in size):
@@ -71,17 +90,22 @@ def as_pair(n, what:str='kernel_size')->tuple:
     return size
 
 UNSUPPORTED = dict( # argument -> its neutral value, and what to do instead of another
-    stride=(1, 'a branch has no stride of its own, also not inside a sequence: give it to the layer, RepConv2d(branch, stride=...)'),
+    stride=(1, 'a branch has no stride of its own, also not inside a sequence: give it to the layer, '
+               'RepConv2d(branch, stride=...)'),
     padding=(0, 'the layer pads once for all branches: RepConv2d(branch, padding=...)'),
-    dilation=(1, 'dilated convolutions do not merge with centred kernels: use a larger kernel, or keep the layer as nn.Conv2d'),
-    padding_mode=('zeros', 'only zeros: pad in front, e.g. nn.ReflectionPad2d, and give RepConv2d(branch, padding=0)'))
+    dilation=(1, 'dilated convolutions do not merge with centred kernels: use a larger kernel, '
+                 'or keep the layer as nn.Conv2d'),
+    padding_mode=('zeros', 'only zeros: pad in front, e.g. nn.ReflectionPad2d, '
+                           'and give RepConv2d(branch, padding=0)'))
 
+# %% ../../nbs/algebra/4_branch.ipynb #5de10020
 def refuse(where:str, unsupported:dict):
     "Explain arguments that a part does not have"
     for name, given in unsupported.items():
         if name not in UNSUPPORTED: raise TypeError(f'{where} has no argument {name!r}')
         neutral, advice = UNSUPPORTED[name]
-        if given not in (neutral, (neutral, neutral)): raise ValueError(f'{where}(..., {name}={given!r}): {advice}')
+        if given not in (neutral, (neutral, neutral)):
+            raise ValueError(f'{where}(..., {name}={given!r}): {advice}')
 
 # %% ../../nbs/algebra/4_branch.ipynb #4d9ab63d
 class Conv(Branch):
@@ -92,7 +116,7 @@ class Conv(Branch):
         kernel_size,     # int or (kh, kw)
         groups:int=1,
         bias:bool=False,
-        **unsupported    # named for a clear answer
+        **unsupported    # refused with advice: stride, padding, dilation, padding_mode
     ):
         refuse('Conv', unsupported)
         size = as_pair(kernel_size)
@@ -103,17 +127,24 @@ class Conv(Branch):
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self):
-        nn.init.kaiming_uniform_(self.weight, a=sqrt(5))
-        if self.bias is not None:
-            bound = 1/sqrt(self.weight[0].numel())
-            nn.init.uniform_(self.bias, -bound, bound)
+    def merge(self, signal=None, reuse=None): return Merged(Kernel(self.weight, self.bias, self.groups), {})
 
-    def merge(self, signal=None, given=None): return Merged(Kernel(self.weight, self.bias, self.groups), {})
-    def describe(self):
-        kh, kw = self.size
-        return [str(self.in_channels), str(self.out_channels), str(kh if kh == kw else self.size),
-                *([f'groups={self.groups}'] if self.groups > 1 else []), *(['bias=True'] if self.bias is not None else [])]
+# %% ../../nbs/algebra/4_branch.ipynb #5de10006
+@patch
+def reset_parameters(self:Conv):
+    "Initialise as `nn.Conv2d` does"
+    nn.init.kaiming_uniform_(self.weight, a=sqrt(5))
+    if self.bias is not None:
+        bound = 1/sqrt(self.weight[0].numel())
+        nn.init.uniform_(self.bias, -bound, bound)
+
+@patch
+def describe(self:Conv)->list[str]:
+    kh, kw = self.size
+    arguments = [str(self.in_channels), str(self.out_channels), str(kh if kh == kw else self.size)]
+    if self.groups > 1: arguments.append(f'groups={self.groups}')
+    if self.bias is not None: arguments.append('bias=True')
+    return arguments
 
 # %% ../../nbs/algebra/4_branch.ipynb #2ee9d389
 class Fixed(Branch):
@@ -123,7 +154,9 @@ class Fixed(Branch):
         name:str='fixed',  # shown in drawings
         persistent=True    # in the state dict
     ):
-        if not isinstance(kernel, Kernel): raise TypeError(f'Fixed takes a Kernel, such as Kernel(weight) or sobel_x(8), got {type(kernel).__name__}')
+        if not isinstance(kernel, Kernel):
+            raise TypeError('Fixed takes a Kernel, such as Kernel(weight) or sobel_x(8), '
+                            f'got {type(kernel).__name__}')
         super().__init__(kernel.in_channels, kernel.out_channels, kernel.size, kernel.groups)
         self.name, self.has_bias = name, kernel.has_bias
         self.register_buffer('weight', kernel.weight, persistent)
@@ -133,30 +166,37 @@ class Fixed(Branch):
         super()._load_from_state_dict(*args, **kwargs)
         self.has_bias = self.has_bias or bool(self.bias.any())
 
-    def merge(self, signal=None, given=None):
+    def merge(self, signal=None, reuse=None):
         return Merged(Kernel(self.weight, self.bias if self.has_bias else None, self.groups), {})
     def describe(self): return [self.name, str(self.in_channels)]
 
+# %% ../../nbs/algebra/4_branch.ipynb #5de10009
 class Identity(Fixed):
     "The skip connection"
     def __init__(self, channels:int, out_channels:int=None, **unsupported):
         refuse('Identity', unsupported)
-        if out_channels not in (None, channels): raise ValueError(f'an identity cannot change {channels} channels to {out_channels}: use Conv(..., 1)')
-        if not isinstance(channels, int) or channels < 1: raise ValueError(f'channels must be a whole number of at least 1, got {channels!r}')
+        if out_channels not in (None, channels):
+            raise ValueError(f'an identity cannot change {channels} channels to {out_channels}: '
+                             'use Conv(..., 1)')
+        if not isinstance(channels, int) or channels < 1:
+            raise ValueError(f'channels must be a whole number of at least 1, got {channels!r}')
         super().__init__(identity_kernel(channels), 'identity', persistent=False)
+
     def compute(self, signal):
         x = frame_pad(signal.x.values, *signal.pad)
         return x if signal.stride == (1, 1) else x[..., ::signal.stride[0], ::signal.stride[1]]
     def check_stride(self, stride):
         if tuple(stride) != (1, 1):
-            raise ValueError(f'an identity cannot have stride {stride}: leave the branch out where the layer strides, as RepVGG does')
+            raise ValueError(f'an identity cannot have stride {stride}: leave the branch out '
+                             'where the layer strides, as RepVGG does')
     def describe(self): return [str(self.in_channels)]
 
 # %% ../../nbs/algebra/4_branch.ipynb #86425a82
 def check_branch(child, where:str):
-    "Refuse what is not a branch"
+    "Refuse anything that is not a branch"
     if not isinstance(child, Branch):
-        raise TypeError(f'{where} is made of branches (Conv, Identity, Fixed, Scale, Norm, Seq, Sum), got {type(child).__name__}')
+        raise TypeError(f'{where} is made of branches (Conv, Identity, Fixed, Scale, Norm, Seq, Sum), '
+                        f'got {type(child).__name__}')
 
 class Scale(Branch):
     "Another branch times a learned number for each channel"
@@ -171,15 +211,20 @@ class Scale(Branch):
         self.scale = nn.Parameter(torch.full((child.out_channels,), float(init)))
         self.bias = nn.Parameter(torch.zeros(child.out_channels)) if bias else None
 
-    def compute(self, signal):
-        y = self.child(signal)*self.scale[:, None, None]
-        return y if self.bias is None else y + self.bias[:, None, None]
-    def merge(self, signal=None, given=None):
-        k, used = self.child.merge(signal, given)
-        k = scale_kernel(k, self.scale)
-        return Merged(k if self.bias is None else Kernel(k.weight, k.bias + self.bias, k.groups), used)
     def check_stride(self, stride): self.child.check_stride(stride)
     def describe(self): return [repr(self.child), *(['bias=True'] if self.bias is not None else [])]
+
+# %% ../../nbs/algebra/4_branch.ipynb #5de1000b
+@patch
+def compute(self:Scale, signal):
+    y = self.child(signal)*self.scale[:, None, None]
+    return y if self.bias is None else y + self.bias[:, None, None]
+
+@patch
+def merge(self:Scale, signal=None, reuse=None):
+    k, used = self.child.merge(signal, reuse)
+    k = scale_kernel(k, self.scale)
+    return Merged(k if self.bias is None else Kernel(k.weight, k.bias + self.bias, k.groups), used)
 
 # %% ../../nbs/algebra/4_branch.ipynb #54c000d5
 class WeightNorm(Branch):
@@ -191,38 +236,55 @@ class WeightNorm(Branch):
         super().__init__(child.in_channels, child.out_channels, child.size, child.groups)
         self.child = child
 
-    def merge(self, signal=None, given=None):
+    def merge(self, signal=None, reuse=None):
         w = self.child.weight
         return Merged(Kernel(F.normalize(w.flatten(1), dim=1).view_as(w), groups=self.groups), {})
 
 # %% ../../nbs/algebra/4_branch.ipynb #f3534378
+def common_size(parts)->tuple[int, int]: # (kh, kw)
+    "The size of the largest branch, in which all others can be centred"
+    size = tuple(max(s) for s in zip(*(p.size for p in parts)))
+    for p in parts:
+        if any((big - small) % 2 for big, small in zip(size, p.size)):
+            raise ValueError(f'a {show_size(p.size)} branch cannot be centred in {show_size(size)}: '
+                             'make both odd or both even')
+    return size
+
+# %% ../../nbs/algebra/4_branch.ipynb #5de1000e
 class Sum(Branch):
     "Parallel branches, added"
     def __init__(self, *parts):
         if not parts: raise ValueError('Sum needs at least one branch')
         for p in parts: check_branch(p, 'Sum')
         shapes = [f'{p.in_channels}→{p.out_channels}' for p in parts]
-        if len(set(shapes)) > 1: raise ValueError(f'branches of a Sum must have equal channels, got {", ".join(shapes)}')
-        size = tuple(max(s) for s in zip(*(p.size for p in parts)))
-        for p in parts:
-            if any((big - small) % 2 for big, small in zip(size, p.size)):
-                raise ValueError(f'a {show_size(p.size)} branch cannot be centred in {show_size(size)}: make both odd or both even')
-        super().__init__(parts[0].in_channels, parts[0].out_channels, size, common_groups(p.groups for p in parts))
+        if len(set(shapes)) > 1:
+            raise ValueError(f'branches of a Sum must have equal channels, got {", ".join(shapes)}')
+        groups = common_groups(p.groups for p in parts)
+        super().__init__(parts[0].in_channels, parts[0].out_channels, common_size(parts), groups)
         self.parts = nn.ModuleList(parts)
 
-    def centre(self, signal, part): return signal.crop(*(big - small for big, small in zip(self.size, part.size)))
-    def compute(self, signal): return sum(p(self.centre(signal, p)) for p in self.parts)
-    def merge(self, signal=None, given=None):
-        total, used = None, {}
-        for p in self.parts:
-            k, more = p.merge(signal and self.centre(signal, p), given)
-            k = expand_groups(k, self.groups)
-            total, used = k if total is None else add_kernels(total, k), used | more
-            del k   # the next is made when the last is added and gone
-        return Merged(total, used)
+    def describe(self): return [repr(p) for p in self.parts]
     def check_stride(self, stride):
         for p in self.parts: p.check_stride(stride)
-    def describe(self): return [repr(p) for p in self.parts]
+
+# %% ../../nbs/algebra/4_branch.ipynb #5de1000d
+@patch
+def centre(self:Sum, signal:Signal, part:Branch)->Signal:
+    "The part of a signal that one of the branches sees"
+    return signal.crop(*(big - small for big, small in zip(self.size, part.size)))
+
+@patch
+def compute(self:Sum, signal): return sum(p(self.centre(signal, p)) for p in self.parts)
+
+@patch
+def merge(self:Sum, signal=None, reuse=None):
+    total, used = None, {}
+    for p in self.parts:
+        k, more = p.merge(signal and self.centre(signal, p), reuse)
+        k = expand_groups(k, self.groups)
+        total, used = k if total is None else add_kernels(total, k), used | more
+        del k   # free it before the next one is made
+    return Merged(total, used)
 
 # %% ../../nbs/algebra/4_branch.ipynb #02d6be5c
 class Seq(Branch):
@@ -233,29 +295,33 @@ class Seq(Branch):
         groups = parts[0].groups
         for a, b in zip(parts, parts[1:]):
             if a.out_channels != b.in_channels:
-                raise ValueError(f'in a Seq, {a!r} gives {a.out_channels} channels and {b!r} takes {b.in_channels}')
+                raise ValueError(f'in a Seq, {a!r} gives {a.out_channels} channels '
+                                 f'and {b!r} takes {b.in_channels}')
             groups = common_groups((groups, b.groups))
         size = tuple(sum(s) - len(parts) + 1 for s in zip(*(p.size for p in parts)))
         super().__init__(parts[0].in_channels, parts[-1].out_channels, size, groups)
         self.parts = nn.ModuleList(parts)
 
-    def compute(self, signal):
-        for part in self.parts[:-1]:
-            y = part(signal.as_inner())
-            signal = advance(signal, part.size, Activations(lambda y=y: y))
-        return self.parts[-1](signal)
-
-    def merge(self, signal=None, given=None):
-        total, used = None, {}
-        for i, part in enumerate(self.parts):
-            here = signal if signal is None or i == len(self.parts) - 1 else signal.as_inner()
-            k, more = part.merge(here, given)
-            if signal is not None: signal = advance(signal, part.size, activations_after(here, k))
-            total, used = k if total is None else compose(total, k), used | more
-        return Merged(total, used)
-
     def check_stride(self, stride): self.parts[-1].check_stride(stride)
     def describe(self): return [repr(p) for p in self.parts]
+
+# %% ../../nbs/algebra/4_branch.ipynb #5de10011
+@patch
+def compute(self:Seq, signal):
+    for part in self.parts[:-1]:
+        y = part(signal.as_inner())
+        signal = advance(signal, part.size, Activations(lambda y=y: y))
+    return self.parts[-1](signal)
+
+@patch
+def merge(self:Seq, signal=None, reuse=None):
+    total, used = None, {}
+    for i, part in enumerate(self.parts):
+        here = signal if signal is None or i == len(self.parts) - 1 else signal.as_inner()
+        k, more = part.merge(here, reuse)
+        if signal is not None: signal = advance(signal, part.size, activations_after(here, k))
+        total, used = k if total is None else compose(total, k), used | more
+    return Merged(total, used)
 
 # %% ../../nbs/algebra/4_branch.ipynb #43a77516
 class Norm(Branch):
@@ -273,49 +339,54 @@ class Norm(Branch):
         self.bn = nn.BatchNorm2d(child.out_channels, eps, momentum)
         self.calibration = Calibration(child.out_channels)
 
-    def fold(self, kernel, mean, var): return fold_bn(kernel, mean, var, self.bn.weight, self.bn.bias, self.bn.eps)
-
-    def merge(self, signal=None, given=None):
-        k, used = self.child.merge(signal, given)
-        if given and self in given: stats = given[self]
-        elif signal is None or not self.bn.training:
-            return Merged(self.fold(k, self.bn.running_mean, self.bn.running_var), used)
-        else: stats = way_of(self.statistics or signal.statistics)(signal, k, self.calibration)
-        kept = stats._replace(mean=stats.mean.detach(), var=stats.var.detach())
-        return Merged(self.fold(k, stats.mean, stats.var), used | {self: kept})
-
-    def track(self, stats:Statistics):
-        "Average statistics of a batch into the running ones"
-        update_running(self.bn, stats)
-        if stats.calibrated: self.calibration.track(stats.ratio)
-
-    def compute(self, signal):
-        y = self.child(signal)
-        part = counted_output(y, signal, self.size)
-        if part is y or not self.bn.training: return self.bn(y)
-        stats = Statistics(*moments(part), check_count(part.numel()//part.shape[1], signal))
-        update_running(self.bn, stats)
-        factor = self.bn.weight*(stats.var + self.bn.eps).rsqrt()
-        return (y - stats.mean[:, None, None])*factor[:, None, None] + self.bn.bias[:, None, None]
-
+    def fold(self, kernel, mean, var):
+        return fold_bn(kernel, mean, var, self.bn.weight, self.bn.bias, self.bn.eps)
     def check_stride(self, stride): self.child.check_stride(stride)
 
+# %% ../../nbs/algebra/4_branch.ipynb #5de10015
+@patch
+def merge(self:Norm, signal=None, reuse=None):
+    k, used = self.child.merge(signal, reuse)
+    if reuse and self in reuse: stats = reuse[self]
+    elif signal is None or not self.bn.training:
+        return Merged(self.fold(k, self.bn.running_mean, self.bn.running_var), used)
+    else: stats = way_of(self.statistics or signal.statistics)(signal, k, self.calibration)
+    kept = stats._replace(mean=stats.mean.detach(), var=stats.var.detach())
+    return Merged(self.fold(k, stats.mean, stats.var), used | {self: kept})
+
+# %% ../../nbs/algebra/4_branch.ipynb #5de10017
+@patch
+def compute(self:Norm, signal):
+    y = self.child(signal)
+    part = counted_output(y, signal, self.size)
+    if part is y or not self.bn.training: return self.bn(y)
+    stats = Statistics(*moments(part), check_count(part.numel()//part.shape[1], signal))
+    update_running(self.bn, stats)
+    factor = self.bn.weight*(stats.var + self.bn.eps).rsqrt()
+    return (y - stats.mean[:, None, None])*factor[:, None, None] + self.bn.bias[:, None, None]
+
 # %% ../../nbs/algebra/4_branch.ipynb #c4ef0909
+@patch
+def track(self:Norm, stats:Statistics):
+    "Average statistics of a batch into the running ones"
+    update_running(self.bn, stats)
+    if stats.calibrated: self.calibration.track(stats.ratio)
+
 def track(
-    statistics:dict # norm -> Statistics, of `merge`
+    statistics:dict[Norm, Statistics] # of `merge`
 ):
     "Update the running statistics of all norms that took part in a merge"
     for norm, stats in statistics.items(): norm.track(stats)
 
-def norms_in(branch:nn.Module)->dict: # norm -> None
-    "The norms of an expression in the order of its modules, each once"
+def norms_in(branch:nn.Module)->dict[Norm, None]:
+    "The norms of an expression in the order of its modules, each once, as keys"
     found = {branch: None} if isinstance(branch, Norm) else {}
     for m in branch._modules.values():
         if m is not None and m._modules: found |= norms_in(m)
     return found
 
 # %% ../../nbs/algebra/4_branch.ipynb #c4ef090b
-def output_norms(branch:Branch)->list:
+def output_norms(branch:Branch)->list[Norm]:
     "The norms whose channels are the output channels of a branch"
     if isinstance(branch, Norm): return [branch, *output_norms(branch.child)]
     if isinstance(branch, Scale): return output_norms(branch.child)
@@ -324,40 +395,46 @@ def output_norms(branch:Branch)->list:
 
 def without_variance(
     branch:Branch,
-    statistics:dict=None # norm -> Statistics that a kernel was folded with; None: running statistics
+    statistics:dict[Norm, Statistics]=None # that a kernel was folded with; None: running statistics
 )->Tensor|None: # (out,) bool; None: no norm took part
     "The output channels that are folded with a variance below the norm's epsilon"
-    if statistics is None: found = {m: m.bn.running_var for m in branch.modules() if isinstance(m, Norm) and m.bn.running_var is not None}
-    else: found = {norm: stats.var for norm, stats in statistics.items()}
+    if statistics is None: variances = {m: m.bn.running_var for m in branch.modules() if isinstance(m, Norm)}
+    else: variances = {norm: stats.var for norm, stats in statistics.items()}
     outer, channels = set(output_norms(branch)), None
-    for norm, var in found.items():
+    for norm, var in variances.items():
+        if var is None: continue
         low = var < norm.bn.eps
         if norm not in outer: low = low.any().expand(branch.out_channels)
         channels = low if channels is None else channels | low
     return channels
 
 # %% ../../nbs/algebra/4_branch.ipynb #1cd1f32b
+def leaf_label(branch)->list[str]:
+    "Size and channels of a part without structure"
+    size, channels = show_size(branch.size), f'{branch.in_channels}→{branch.out_channels}'
+    if isinstance(branch, Identity): return ['identity']
+    if isinstance(branch, Fixed): return [branch.name, size]
+    if isinstance(branch, WeightNorm): return [f'{size} normed', channels]
+    groups = '' if branch.groups == 1 else f' g{branch.groups}'
+    bias = '' if getattr(branch, 'bias', None) is None else ' + b'
+    return [size + groups + bias, channels]
+
+# %% ../../nbs/algebra/4_branch.ipynb #5de1001d
 def draw(
     branch:Branch,
     label=None # leaf -> lines of text, instead of its own
 )->Picture:
     "The picture of an expression"
     def rec(b): return draw(b, label)
-    if isinstance(branch, Sum): return fan(*map(rec, branch.parts)) if len(branch.parts) > 1 else rec(branch.parts[0])
+    if isinstance(branch, Sum):
+        return fan(*map(rec, branch.parts)) if len(branch.parts) > 1 else rec(branch.parts[0])
     if isinstance(branch, Seq): return chain(*map(rec, branch.parts))
     if isinstance(branch, Norm): return chain(rec(branch.child), box('BN', kind='norm'), gap=6)
-    if isinstance(branch, Scale): return chain(rec(branch.child), box('scale' + (' + b' if branch.bias is not None else ''), kind='scale'), gap=6)
+    if isinstance(branch, Scale):
+        bias = '' if branch.bias is None else ' + b'
+        return chain(rec(branch.child), box('scale' + bias, kind='scale'), gap=6)
     text = label(branch) if label else leaf_label(branch)
     return box(*text, kind='fixed' if isinstance(branch, Fixed) else 'conv')
-
-def leaf_label(branch)->list:
-    "Size and channels of a part without structure"
-    size, channels = show_size(branch.size), f'{branch.in_channels}→{branch.out_channels}'
-    if isinstance(branch, Identity): return ['identity']
-    if isinstance(branch, Fixed): return [branch.name, size]
-    if isinstance(branch, WeightNorm): return [f'{size} normed', channels]
-    extra = ('' if branch.groups == 1 else f' g{branch.groups}') + (' + b' if getattr(branch, 'bias', None) is not None else '')
-    return [size + extra, channels]
 
 @patch
 def _repr_svg_(self:Branch): return draw(self)._repr_svg_()
