@@ -619,9 +619,11 @@ def check_description(path, run):
     s = run['settings']
     network = s.get('network', {})
     if not isinstance(network, dict): raise ValueError(f'{path} says network={network!r:.50}, expected a dictionary')
-    limits = dict(width=2, depth=4)
+    limits = dict(width=2, depth=4, strides=4)
     for k, n in [*network.items(), *((k, s[k]) for k in ('blocks', 'channels') if k in s)]:
-        if not isinstance(n, (int, float)) or not 0 <= n <= limits.get(k, 1000): raise ValueError(f'{path} says {k}={n!r:.50}: no run makes such a network')
+        numbers = n if k == 'strides' and isinstance(n, list) and len(n) == 5 else [n]
+        if not all(isinstance(v, (int, float)) and 0 <= v <= limits.get(k, 1000) for v in numbers):
+            raise ValueError(f'{path} says {k}={n!r:.50}: no run makes such a network')
 
 # %% ../../nbs/reproduce/3_training.ipynb #20da91ed
 def load_network(
