@@ -1,4 +1,4 @@
-"Finished runs from where they were trained to where they are kept: `python -m repq.reproduce.publish FROM TO`"
+"Copy finished runs to where they are kept: `python -m repq.reproduce.publish FROM TO`"
 # plain Python: it copies files, with nothing to teach; tests/reproduce/test_publish.py proves it
 import argparse, shutil, sys, tempfile
 from pathlib import Path
@@ -66,7 +66,8 @@ def publish(
     "Copy finished runs; weights that no run needs any more stay behind as a digest"
     runs, new = graph(cells(profile, seeds=seeds)), []
     source, target = Store(source, profile), Store(target, profile)
-    if not source.folder.is_dir(): raise ValueError(f'there are no results of profile {profile} in {source.root}')
+    if not source.folder.is_dir():
+        raise ValueError(f'there are no results of profile {profile} in {source.root}')
     for run in runs:
         try:
             if publish_run(run, runs, source, target):
