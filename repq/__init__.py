@@ -14,6 +14,7 @@ _names = {
     'quantization.layer': ['RepConv2d'],
     'quantization.network': ['merge', 'parameter_groups', 'ptq', 'quantize', 'recalibrate'],
     'quantization.files': ['load', 'save'],
+    'models.mixed_bits': ['allocate', 'sensitivity'],
     'adopt.foreign': ['convert'],
     'adopt.official': ['load_official'],
     'train.learner': ['QAT'],
