@@ -15,6 +15,7 @@ _names = {
     'quantization.network': ['merge', 'parameter_groups', 'ptq', 'quantize', 'recalibrate'],
     'quantization.files': ['load', 'save'],
     'models.mixed_bits': ['allocate', 'sensitivity'],
+    'models.inspection': ['inspect'],
     'adopt.foreign': ['convert'],
     'adopt.official': ['load_official'],
     'train.learner': ['QAT'],

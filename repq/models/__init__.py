@@ -7,4 +7,5 @@ __getattr__, __dir__, __all__ = lazy(
     blocks=['BLOCKS', 'make_block'],
     networks=['MODELS', 'RepVGG', 'build_model', 'draw_net', 'ecbsr', 'repvgg_a0', 'repvgg_b0', 'resnet18'],
     costs=['cost', 'output_shapes'],
-    mixed_bits=['allocate', 'sensitivity'])
+    mixed_bits=['allocate', 'sensitivity'],
+    inspection=['inspect'])
