@@ -12,7 +12,8 @@ __all__ = ['run_page', 'run_title', 'spec_facts', 'metric_facts', 'curves', 'ori
 
 STRATEGIES = dict(fp='full precision', plain='Plain', merged='Merged', repq='RepQ', ptq='PTQ',
                   time='time of a training step')
-STATISTICS = {'batch': 'batch statistics', 'estimate': 'estimated statistics', 'sampled': 'sampled statistics',
+STATISTICS = {'batch': 'batch statistics', 'estimate': 'estimated statistics',
+              'sampled': 'sampled statistics',
               'calibrated': 'calibrated statistics', '1x1': 'statistics estimated for 1×1 branches only'}
 METRIC = {'classification': ('accuracy', 'accuracy in %', 100), 'super-resolution': ('PSNR', 'PSNR in dB', 1)}
 
