@@ -15,5 +15,7 @@ __getattr__, __dir__, __all__ = lazy(
     statements=[],
     verdicts=[],
     formats=[],
+    html_page=[],
+    run_pages=[],
     tables=[],
     duration=[])
