@@ -18,7 +18,7 @@ from ..tools.registry import Seam, faster
 from ..algebra.kernel import Kernel, convolve, show_size
 from ..algebra.statistics import Activations, Signal, way_of
 from ..algebra.branch import Branch, Conv, Fixed, as_pair, check_branch, draw, norms_in, refuse, track, without_variance
-from .lsq import COLD, PARTLY, START_BATCHES, Quantizer, make_quantizer, recomputing
+from .lsq import COLD, PARTIAL, START_BATCHES, Quantizer, make_quantizer, recomputing
 
 # %% ../../nbs/quantization/2_layer.ipynb #a29caaea
 MODES = ('branches', 'merged', 'quantized')
@@ -94,11 +94,11 @@ def start_weights(self:Quantizable,
     q.batches += 1
     final = x is None or q.start == 'batches' or q.batches >= START_BATCHES
     weight, waits = self.weight_to_start(None if final else x)
-    late = q.waiting if q.known.phase == PARTLY else waits
+    late = q.waiting if q.status.phase == PARTIAL else waits
     q.initialize(weight, waits, final)
     if final and late is not None and late.any():
         names = ', '.join(map(str, late.nonzero().flatten().tolist()[:10]))
-        q.tell('late', f'output channels {names} of {len(late)} had no variance to start from: they take their running '
+        q.warn_once('late', f'output channels {names} of {len(late)} had no variance to start from: they take their running '
                'statistics, or the median of the other steps. Inputs that are always zero are a usual cause')
     q.batches = 0 if q.ready else q.batches
 
@@ -110,7 +110,7 @@ def started(self:Quantizable, x:Tensor)->bool:
     elif self.training and iq.enabled: iq.watch(x)
     if iq.enabled and not iq.ready: return False
     if wq.enabled and not wq.ready and wq.can_start(): self.start_weights(x)
-    return wq.known.phase != COLD or not wq.enabled
+    return wq.status.phase != COLD or not wq.enabled
 
 # %% ../../nbs/quantization/2_layer.ipynb #f9996e0f
 class RepConv2d(Quantizable):

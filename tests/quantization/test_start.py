@@ -7,7 +7,7 @@ import repq
 from repq.quantization.layer import RepConv2d
 from repq.quantization import set_mode
 from repq.quantization.network import quantizable_layers
-from repq.quantization.lsq import COLD, LSQ, PARTLY, START_BATCHES
+from repq.quantization.lsq import COLD, LSQ, PARTIAL, START_BATCHES
 from repq.tools.testing import assert_same, randomize_bn
 
 BLOCKS = ['plain', 'repvgg', 'acnet', 'orepa', 'dbb', 'mobileone']
@@ -48,7 +48,7 @@ def test_a_channel_of_zeros_waits_alone():
     silent[:, 3] = 0
     layer(silent)
     q = layer.weight_quantizer
-    assert q.known.phase == PARTLY and q.waiting.tolist() == [i == 3 for i in range(8)]
+    assert q.status.phase == PARTIAL and q.waiting.tolist() == [i == 3 for i in range(8)]
     y = q.on_grid(layer.kernel(silent).weight)
     assert torch.equal(y[3], layer.kernel(silent).weight[3]) and all(len(c.unique()) <= 16 for i, c in enumerate(y) if i != 3)
     layer(x)                                        # the channel speaks
