@@ -265,7 +265,7 @@ def quantize_kernel(
     "Merge and quantize, one operation after the other"
     if merges(branch): Seam.taken['simple'] += 1
     k, used = branch.merge(signal)
-    with recompute(k.weight, lambda: branch.merge(given=used).kernel.weight):
+    with recompute(k.weight, lambda: branch.merge(reuse=used).kernel.weight):
         return q.on_grid(k.weight), k.bias, used
 
 # %% ../../nbs/quantization/2_layer.ipynb #c2d3bfc6
