@@ -16,6 +16,7 @@ _names = {
     'quantization.files': ['load', 'save'],
     'adopt.foreign': ['convert'],
     'adopt.official': ['load_official'],
+    'adopt.expand_network': ['expand'],
     'train.learner': ['QAT'],
     'train.doctor': ['QATDoctor'],
     'deploy.export': ['export_onnx'],
