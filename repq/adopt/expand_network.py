@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['zero', 'start_at_zero', 'Unfit', 'innermost', 'main_part', 'put_kernel', 'cancel', 'pass_through', 'absorb_bias',
-           'check_norm', 'fitting', 'start_sum', 'start_sequence', 'make_like', 'merged_kernel', 'expand_layer',
-           'input_moments', 'new_norms', 'take_statistics', 'assumed_input', 'estimate_running', 'measure_running',
-           'calls_of', 'find_obstacles', 'has_wildcard', 'match_names', 'choose', 'StepCost', 'count_multiplications',
-           'Expansion', 'refuse_quantized', 'as_layers', 'block_maker', 'refuse_nothing', 'expand_chosen',
-           'finish_report', 'expand']
+           'check_norm', 'fitting', 'start_sum', 'start_sequence', 'check_sequence', 'make_like', 'merged_kernel',
+           'expand_layer', 'check_start', 'input_moments', 'new_norms', 'take_statistics', 'assumed_input',
+           'estimate_running', 'measure_running', 'calls_of', 'find_obstacles', 'has_wildcard', 'match_names', 'choose',
+           'StepCost', 'count_multiplications', 'Expansion', 'refuse_quantized', 'as_layers', 'block_maker',
+           'refuse_nothing', 'is_named', 'expand_chosen', 'finish_report', 'expand']
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #fbf3744e
+# %% ../../nbs/adopt/4_expand_network.ipynb #e3e0230a
 import copy, warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,15 +18,16 @@ from fnmatch import fnmatchcase
 from html import escape
 from itertools import chain
 from typing import NamedTuple
+from fastcore.basics import patch
 import torch
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from ..tools.registry import use_path
-from ..tools.text_tables import html_table
+from ..tools.text_tables import html_table, text_table
 from ..algebra.kernel import expand_groups, fold_bn, pad_kernel
 from ..algebra.statistics import Activations, Moments, Signal
-from ..algebra.branch import Branch, Conv, Fixed, Norm, Scale, Seq, Sum, WeightNorm
+from ..algebra.branch import Branch, Conv, Norm, Scale, Seq, Sum, WeightNorm
 from ..quantization.layer import RepConv2d, one_of
 from ..quantization.bits import set_mode
 from ..quantization.network import (check_batches, check_network, has_hooks, inputs_of, quantizable_layers,
@@ -34,7 +35,7 @@ from ..quantization.network import (check_batches, check_network, has_hooks, inp
 from ..models.blocks import BLOCKS
 from .foreign import convert, evaluate
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #96b64d55
+# %% ../../nbs/adopt/4_expand_network.ipynb #4cc9b2a4
 def zero(*params:nn.Parameter|None)->bool:
     "Set parameters to zero"
     for p in params:
@@ -49,7 +50,7 @@ def start_at_zero(branch:Branch)->bool: # False: it has a constant part, nothing
     if isinstance(branch, Seq): return any(start_at_zero(p) for p in reversed(branch.parts))
     return isinstance(branch, Sum) and all([start_at_zero(p) for p in branch.parts])
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #bd3164c2
+# %% ../../nbs/adopt/4_expand_network.ipynb #85498c93
 class Unfit(Exception):
     "The reason why a block cannot take the place of a convolution"
 
@@ -65,7 +66,7 @@ def main_part(branch:Sum)->Branch:
         if isinstance(inner, Conv) and (inner.size, inner.groups) == (branch.size, branch.groups): return part
     raise Unfit(f'{branch!r} has no branch that is a single convolution of full size, to hold the old weight')
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #8d23960b
+# %% ../../nbs/adopt/4_expand_network.ipynb #9a4fc2d9
 @torch.no_grad()
 def put_kernel(
     part:Branch,
@@ -74,16 +75,16 @@ def put_kernel(
 ):
     "Let a main branch compute a given convolution"
     inner, length = innermost(part), weight.flatten(1).norm(dim=1)
-    if not isinstance(part, Scale):
-        inner.weight.copy_(weight)
-        if bias is not None: inner.bias = nn.Parameter(bias.clone())
-        return
-    is_unit = isinstance(part.child, WeightNorm)
-    part.scale.copy_(length if is_unit else torch.ones_like(length))
-    inner.weight.copy_(torch.where((length > 0)[:, None, None, None], weight, inner.weight) if is_unit else weight)
-    if bias is not None: part.bias = nn.Parameter(bias.clone())
+    if isinstance(part, Scale):
+        is_unit = isinstance(part.child, WeightNorm)
+        part.scale.copy_(length if is_unit else torch.ones_like(length))
+        if is_unit: weight = torch.where((length > 0)[:, None, None, None], weight, inner.weight)
+    inner.weight.copy_(weight)
+    owner = part if isinstance(part, Scale) else inner
+    if bias is not None: owner.bias = nn.Parameter(bias.clone())
+    else: zero(owner.bias)
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #7a47415c
+# %% ../../nbs/adopt/4_expand_network.ipynb #3111660d
 @torch.no_grad()
 def cancel(
     constants:list, # branches without a parameter
@@ -92,12 +93,12 @@ def cancel(
     "Start a free convolution at minus the constant branches"
     free = next((p for p in others if type(p) is Conv), None)
     if constants and free is None:
-        raise Unfit(f'{constants[0]!r} adds a constant that no other branch can cancel: give it a Scale or a Norm')
+        raise Unfit(f'{constants[0]!r} adds a constant that no branch can cancel: give it a Scale or a Norm')
     for branch in constants:
         kernel = expand_groups(branch.kernel(), free.groups)
         free.weight -= pad_kernel(kernel, free.size).weight
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #8456bfbf
+# %% ../../nbs/adopt/4_expand_network.ipynb #145db62a
 @torch.no_grad()
 def pass_through(norm:Norm, like:nn.BatchNorm2d):
     "Start a norm such that it changes nothing in evaluation, with the running statistics of another"
@@ -112,14 +113,14 @@ def absorb_bias(conv:Conv, norm:nn.BatchNorm2d|None)->Tensor|None: # what is lef
     if norm is None or conv.bias is None: return conv.bias
     norm.running_mean -= conv.bias
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #d2fd7d65
+# %% ../../nbs/adopt/4_expand_network.ipynb #08581465
 def check_norm(layer:RepConv2d, norm:nn.BatchNorm2d|None):
     "Refuse a block that has a norm where the convolution has none, or the other way round"
     inside, after = bool(layer.norms()), layer.after is not None
     if norm is None and inside:
-        raise Unfit(f'it has no batch norm, and the block has one in its branches; possible: {fitting(False)}')
+        raise Unfit(f'it has no batch norm, the block has one in its branches; possible: {fitting(False)}')
     if norm is not None and not (inside or after):
-        raise Unfit(f'it has a batch norm, and the block has none; possible: {fitting(True)}')
+        raise Unfit(f'it has a batch norm, the block has none; possible: {fitting(True)}')
 
 def fitting(with_norm:bool)->str:
     "The blocks of the zoo for a convolution with or without a batch norm, in words"
@@ -127,7 +128,7 @@ def fitting(with_norm:bool)->str:
     if with_norm: return ', '.join(n for n, l in layers.items() if l.norms() or l.after is not None)
     return ', '.join(n for n, l in layers.items() if not l.norms())
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #9b16bce0
+# %% ../../nbs/adopt/4_expand_network.ipynb #739e009c
 def start_sum(layer:RepConv2d, weight:Tensor, bias:Tensor|None, norm:nn.BatchNorm2d|None):
     "Start a block of parallel branches as a given convolution and norm"
     main = main_part(layer.branch)
@@ -140,22 +141,27 @@ def start_sum(layer:RepConv2d, weight:Tensor, bias:Tensor|None, norm:nn.BatchNor
         if isinstance(main, Norm): pass_through(main, norm)
     elif isinstance(main, Norm): main.bn = norm
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #cef619ad
+# %% ../../nbs/adopt/4_expand_network.ipynb #8deb0bd1
 @torch.no_grad()
 def start_sequence(layer:RepConv2d, weight:Tensor, bias:Tensor|None, norm:nn.BatchNorm2d|None):
     "Start 1×1, k×k, 1×1 in a row as a given convolution and norm"
-    parts, g = list(layer.branch.parts), layer.groups
-    if len(parts) != 3 or any(type(p) is not Conv or p.groups != g for p in parts) or parts[1].size != layer.kernel_size:
-        raise Unfit(f'{layer.branch!r}: of sequences only Conv 1×1, Conv k×k, Conv 1×1 can start at a given kernel')
-    first, middle, last = parts
-    a, c = (p.weight.flatten(1).unflatten(0, (g, -1)) for p in (first, last))   # (groups, out/groups, in/groups)
+    check_sequence(layer)
+    (first, middle, last), g = layer.branch.parts, layer.groups
+    a, c = (p.weight.flatten(1).unflatten(0, (g, -1)) for p in (first, last))   # (g, out/g, in/g)
     for matrix in chain(a, c): nn.init.orthogonal_(matrix)
     m = torch.einsum('gop,goihw,gqi->gpqhw', c, weight.unflatten(0, (g, -1)), a)
     middle.weight.copy_(m.flatten(0, 1))
     if bias is not None: last.bias = nn.Parameter(bias.clone())
     layer.after = norm
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #49a43ffa
+def check_sequence(layer:RepConv2d):
+    "Refuse all sequences but 1×1, k×k, 1×1"
+    parts = layer.branch.parts
+    fits = len(parts) == 3 and parts[1].size == layer.kernel_size
+    if fits and all(type(p) is Conv and p.groups == layer.groups for p in parts): return
+    raise Unfit(f'{layer.branch!r}: of sequences only 1×1, k×k, 1×1 can start at a given kernel')
+
+# %% ../../nbs/adopt/4_expand_network.ipynb #4eca60a4
 def make_like(old:RepConv2d, make)->RepConv2d:
     "A fresh block with channels, size, stride, groups, padding, type and device of a layer"
     conv = old.branch
@@ -169,13 +175,14 @@ def make_like(old:RepConv2d, make)->RepConv2d:
         if old.after is not None: norm.bn.eps, norm.bn.momentum = old.after.eps, old.after.momentum
     return new.to(conv.weight).train(old.training)
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #9882aec5
 @torch.no_grad()
 def merged_kernel(layer:RepConv2d)->tuple[Tensor, Tensor]: # weight, bias
     "The convolution that a layer computes in evaluation, with the norm after it"
     k, n = layer.kernel(), layer.after
     return tuple(k if n is None else fold_bn(k, n.running_mean, n.running_var, n.weight, n.bias, n.eps))
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #a7bc09d8
+# %% ../../nbs/adopt/4_expand_network.ipynb #da6bb332
 def expand_layer(
     old:RepConv2d, # a convolution, with or without a norm after it
     make           # (in_channels, out_channels, kernel_size, stride, groups) -> RepConv2d
@@ -184,15 +191,19 @@ def expand_layer(
     weight, bias = merged_kernel(old)
     new, norm = make_like(old, make), old.after
     check_norm(new, norm)
-    start = start_sum if isinstance(new.branch, Sum) else start_sequence if isinstance(new.branch, Seq) else None
+    start = {Sum: start_sum, Seq: start_sequence}.get(type(new.branch))
     if start is None: raise Unfit(f'{new.branch!r} has no branches')
     start(new, old.branch.weight, absorb_bias(old.branch, norm), norm)
-    for ours, theirs in zip(merged_kernel(new), (weight, bias)):
-        error = (ours - theirs).abs().max()/theirs.abs().max().clamp_min(1e-30)
-        if not error < 1e-4: raise Unfit(f'{new.branch!r} starts at another function (relative error {error:.1g})')
+    for ours, theirs in zip(merged_kernel(new), (weight, bias)): check_start(ours, theirs, new)
     return new
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #61786988
+def check_start(actual:Tensor, expected:Tensor, layer:RepConv2d, tol:float=1e-4):
+    "Refuse a block whose merged weight or bias is not the old one"
+    error = (actual - expected).abs().max()/expected.abs().max().clamp_min(1e-30)
+    if not (error < tol or actual.equal(expected)):
+        raise Unfit(f'{layer.branch!r} starts at another function (relative error {error:.1g})')
+
+# %% ../../nbs/adopt/4_expand_network.ipynb #21c914d9
 def input_moments(
     weight:Tensor, # (out, in/groups, kh, kw)
     mean:Tensor,   # (out,) of what the convolution gives, without a bias
@@ -203,13 +214,14 @@ def input_moments(
     m = (mean*sums).sum()/sums.square().sum().clamp_min(1e-12)
     return m, var.sum()/weight.square().sum().clamp_min(1e-12)
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #7ba62404
+# %% ../../nbs/adopt/4_expand_network.ipynb #2d705ebc
 def new_norms(layer:RepConv2d)->list:
     "The norms of an expanded block other than the one of its main branch"
     if not isinstance(layer.branch, Sum): return []
     main = main_part(layer.branch)
     return [n for n in layer.norms() if n is not main]
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #14526d0b
 @torch.no_grad()
 def take_statistics(layer:RepConv2d, signal:Signal)->dict: # norm -> Statistics
     "What the new norms of a block would see of a signal"
@@ -221,7 +233,7 @@ def take_statistics(layer:RepConv2d, signal:Signal)->dict: # norm -> Statistics
         for bn, training in was.items(): bn.training = training
     return {n: used[n] for n in new}
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #7361f46c
+# %% ../../nbs/adopt/4_expand_network.ipynb #5496a0e5
 @torch.no_grad()
 def assumed_input(layer:RepConv2d)->Signal:
     "An input whose moments agree with the running statistics of the old norm"
@@ -234,6 +246,7 @@ def assumed_input(layer:RepConv2d)->Signal:
     return Signal.of(x, layer.padding, Activations(lambda: x, lambda: moments), stride=layer.stride,
                      statistics='estimate')
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #f286a589
 @torch.no_grad()
 def estimate_running(layer:RepConv2d):
     "Give new norms running statistics without data"
@@ -242,7 +255,7 @@ def estimate_running(layer:RepConv2d):
         norm.bn.running_mean.copy_(stats.mean)
         norm.bn.running_var.copy_(stats.var)
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #a1e75fdf
+# %% ../../nbs/adopt/4_expand_network.ipynb #edc35004
 @torch.no_grad()
 def measure_running(net:nn.Module, layers:list, batches):
     "Give new norms the average of their statistics over some batches"
@@ -261,12 +274,13 @@ def measure_running(net:nn.Module, layers:list, batches):
         norm.bn.running_mean.copy_(torch.stack([s.mean for s in stats]).mean(0))
         norm.bn.running_var.copy_(torch.stack([s.var for s in stats]).mean(0))
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #0d6e8561
+# %% ../../nbs/adopt/4_expand_network.ipynb #6b46b7a7
 def calls_of(net:nn.Module)->Counter: # layer name -> calls
     "How often the code of a network calls each module, as far as it can be traced"
     nodes = [(prefix, n) for prefix, _, graph in traced_parts(net) if graph is not None for n in graph.nodes]
     return Counter(prefix + n.target for prefix, n in nodes if n.op == 'call_module')
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #a4b5796a
 def find_obstacles(net:nn.Module)->dict: # layer name -> reason, empty where the layer can be expanded
     "Why a layer cannot be expanded, for every convolution of a converted network"
     owners = Counter(id(p) for m in net.modules() for p in m._parameters.values() if p is not None)
@@ -275,12 +289,12 @@ def find_obstacles(net:nn.Module)->dict: # layer name -> reason, empty where the
         if not isinstance(m, RepConv2d): continue
         found[name] = ''
         if type(m.branch) is not Conv: found[name] = f'it has branches already: {m.branch!r}'
-        elif calls[name] > 1: found[name] = f'it is called {calls[name]} times: branches fit a layer with one place'
+        elif calls[name] > 1: found[name] = f'it is called {calls[name]} times, a block needs its own place'
         elif owners[id(m.branch.weight)] > 1: found[name] = 'another layer uses the same weight'
         elif has_hooks(m): found[name] = 'it has hooks: remove them first'
     return found
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #e821ca99
+# %% ../../nbs/adopt/4_expand_network.ipynb #9233f411
 def has_wildcard(pattern:str)->bool: return any(c in pattern for c in '*?[')
 
 def match_names(
@@ -298,6 +312,7 @@ def match_names(
         chosen.update(names)
     return chosen
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #98d88711
 def choose(net:nn.Module, where, obstacles:dict)->set: # names
     "The layers that `where` asks for"
     layers = {n: net.get_submodule(n) for n, why in obstacles.items() if not why}
@@ -305,13 +320,14 @@ def choose(net:nn.Module, where, obstacles:dict)->set: # names
     if callable(where): return {n for n, l in layers.items() if where(n, l)}
     return match_names(where, obstacles)
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #80afd26e
+# %% ../../nbs/adopt/4_expand_network.ipynb #6c30107e
 class StepCost(NamedTuple):
     "Multiplications of one training step, forward and backward"
     plain:int    # before expanding
     branches:int # each branch on its own
     merged:int   # through the merged kernel, with exact statistics
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #89c496ed
 def count_multiplications(
     net:nn.Module,
     input_size,   # (channels, height, width)
@@ -327,7 +343,7 @@ def count_multiplications(
         for t in [y] if isinstance(y, Tensor) else y: t.sum().backward(retain_graph=True)
     return counter.get_total_flops()//2
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #d9064c70
+# %% ../../nbs/adopt/4_expand_network.ipynb #f883d10a
 @dataclass
 class Expansion:
     "What `expand` did to a network"
@@ -342,30 +358,36 @@ class Expansion:
         for name, expression in self.expanded.items(): yield 'expanded', name, expression
         for name, reason in self.left.items(): yield 'left', name, reason
 
-    def summary(self)->str:
-        before, after = self.parameters
-        text = f'{len(self.expanded)} layers expanded to {self.block}, {len(self.left)} left; '
-        text += f'{after/before:.2f} times the parameters in training, as many as before when merged'
-        if self.step is None: return text + '; give input_size= to count the multiplications of a step'
-        branches, merged = (n/self.step.plain for n in self.step[1:])
-        return text + f'; {branches:.2f} times the multiplications by branches, {merged:.2f} times through the merged kernel'
-
-    def __repr__(self):
-        rows = list(self.cells())
-        width = max((len(name) for _, name, _ in rows), default=0)
-        return '\n'.join([self.summary(), *(f'{what:<8} {name:<{width}}  {text}' for what, name, text in rows)])
+    def __repr__(self): return '\n'.join([self.summary(), *text_table(self.cells(), left=3)])
 
     def _repr_html_(self): return f'<p>{escape(self.summary())}</p>{html_table(self.cells())}'
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #e010e62f
+# %% ../../nbs/adopt/4_expand_network.ipynb #92e7b1a8
+@patch
+def summary(self:Expansion)->str:
+    "How many layers were expanded, and what that adds to training"
+    before, after = self.parameters
+    text = f'{len(self.expanded)} layers expanded to {self.block}, {len(self.left)} left; '
+    text += f'{after/before:.2f} times the parameters in training, as many as before when merged; '
+    if self.step is None: return text + 'give input_size= to count the multiplications of a step'
+    branches, merged = (n/self.step.plain for n in self.step[1:])
+    return text + (f'multiplications of a training step: {branches:.2f} times by branches, '
+                   f'{merged:.2f} times through the merged kernel')
+
+# %% ../../nbs/adopt/4_expand_network.ipynb #7df37ec2
 def refuse_quantized(net:nn.Module):
     "Refuse what is no network, or one that is past training in full precision"
     check_network(net)
     refuse_merged(net)
     done = [n for n, l in quantizable_layers(net).items() if l.weight_quantizer is not None]
-    if done: raise ValueError(f'the network is quantized already ({done[0] or "the layer itself"}): expand first, then quantize')
+    if not done: return
+    where = done[0] or 'the layer itself'
+    raise ValueError(f'the network is quantized already ({where}): expand first, then quantize')
 
-def as_layers(net:nn.Module)->tuple[nn.Module, dict]: # a copy; the convolutions that are no RepConv2d -> reason
+# %% ../../nbs/adopt/4_expand_network.ipynb #8a116b56
+def as_layers(
+    net:nn.Module
+)->tuple[nn.Module, dict]: # a copy; convolutions that are no RepConv2d -> reason
     "A copy of a network with its convolutions as layers"
     refuse_quantized(net)
     convs = [m for m in net.modules() if isinstance(m, nn.modules.conv._ConvNd)]
@@ -378,7 +400,7 @@ def as_layers(net:nn.Module)->tuple[nn.Module, dict]: # a copy; the convolutions
     pools = {n for n, m in net.named_modules() if isinstance(m, nn.AvgPool2d)}
     return net, {n: why for n, why in net.conversion.untouched().items() if n not in pools}
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #e473fe54
+# %% ../../nbs/adopt/4_expand_network.ipynb #bd322100
 def block_maker(block)->tuple: # name, function
     "The function that makes a block, by name or given"
     if callable(block): return getattr(block, '__name__', 'a block of your own'), block
@@ -390,10 +412,19 @@ def refuse_nothing(report:Expansion):
     if report.expanded: return
     reasons = {}
     for name, reason in report.left.items(): reasons.setdefault(reason, []).append(name)
-    told = [f'{", ".join(names[:3])}{", ..." if len(names) > 3 else ""}: {why}' for why, names in reasons.items()]
-    raise ValueError(f'no convolution was expanded to {report.block}. ' + '; '.join(told or ['The network has none']))
+    told = []
+    for why, names in reasons.items():
+        more = ', ...' if len(names) > 3 else ''
+        told.append(f'{", ".join(names[:3])}{more}: {why}')
+    told = '; '.join(told) or 'The network has none'
+    raise ValueError(f'no convolution was expanded to {report.block}. {told}')
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #7e85bcdc
+# %% ../../nbs/adopt/4_expand_network.ipynb #b19bb19e
+def is_named(name:str, where)->bool:
+    "Whether `where` spells out the name of a layer"
+    if where is None or callable(where): return False
+    return name in ([where] if isinstance(where, str) else where)
+
 def expand_chosen(
     net:nn.Module,    # changed in place
     chosen:set,       # names of layers
@@ -406,15 +437,14 @@ def expand_chosen(
         old = net.get_submodule(name)
         try: new = expand_layer(old, make)
         except Unfit as e:
-            named = not callable(where) and where is not None and name in ([where] if isinstance(where, str) else where)
-            if named: raise ValueError(f'where: {name} cannot be expanded: {e}') from None
+            if is_named(name, where): raise ValueError(f'where: {name} cannot be expanded: {e}') from None
             report.left[name] = str(e)
             continue
         estimate_running(new)
         replace_module(net, old, new)
         report.expanded[name] = repr(new.branch)
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #669e925e
+# %% ../../nbs/adopt/4_expand_network.ipynb #06124f03
 def finish_report(before:nn.Module, net:nn.Module, report:Expansion, input_size):
     "Count what was added, and leave the report at the network"
     report.parameters = tuple(sum(p.numel() for p in n.parameters()) for n in (before, net))
@@ -426,10 +456,10 @@ def finish_report(before:nn.Module, net:nn.Module, report:Expansion, input_size)
     for name in report.expanded:
         if name in made: made[name] = report.expanded[name], made[name][1]
 
-# %% ../../nbs/adopt/4_expand_network.ipynb #4e2715ec
+# %% ../../nbs/adopt/4_expand_network.ipynb #b53b48dd
 def expand(
     net:nn.Module,   # trained, not changed
-    block='acnet',   # name of a block, or (in_channels, out_channels, kernel_size, stride, groups) -> RepConv2d
+    block='acnet',   # name of a block, or a function as `expand_layer` takes it
     where=None,      # names or patterns, or a function of (name, layer); None: all 3×3 convolutions
     batches=None,    # data for the running statistics of new norms; None: they are estimated
     input_size=None  # (channels, height, width), to count the multiplications of a training step
