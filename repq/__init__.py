@@ -18,6 +18,7 @@ _names = {
     'models.inspection': ['inspect'],
     'adopt.foreign': ['convert'],
     'adopt.official': ['load_official'],
+    'adopt.expand_network': ['expand'],
     'train.learner': ['QAT'],
     'train.doctor': ['QATDoctor'],
     'deploy.export': ['export_onnx'],
