@@ -7,7 +7,7 @@ __all__ = ['FIELDS', 'Part', 'Frame', 'kernel_size', 'tap_table', 'PartGradients
            'c_part', 'c_block', 'call', 'unpack', 'replace_statistics', 'run_forward', 'run_backward', 'add_threads',
            'flatten_gradients', 'MergeLSQ', 'check_tensor', 'check_part', 'in_known_layout', 'Merged', 'merge_quantize']
 
-# %% ../../nbs/fast/5_merging.ipynb #cedac7c5
+# %% ../../nbs/fast/5_merging.ipynb #8ceb8d53
 import ctypes
 from functools import lru_cache
 from typing import NamedTuple
@@ -143,7 +143,9 @@ def replace_statistics(parts, stats)->list: # of `Part`
     return [Part(*p[:6], m, v) for p, m, v in zip(parts, stats[::2], stats[1::2])]
 
 # %% ../../nbs/fast/5_merging.ipynb #1c0d5e37
-def run_forward(frame:Frame, parts, given, var:Tensor, step:Tensor)->tuple: # weight, bias, [mean, var, mean, ...]
+def run_forward(
+    frame:Frame, parts, given, var:Tensor, step:Tensor # see `c_block`
+)->tuple: # weight, bias, [mean, variance, mean, ...] of the parts
     "Merge and quantize"
     stats = step.new_empty(2*len(parts), step.numel()).unbind(0)
     for p, is_given, mean, v in zip(parts, given, stats[::2], stats[1::2]):
@@ -244,7 +246,7 @@ class Merged(NamedTuple):
     bias:Tensor     # (out,)
     statistics:list # of (mean, variance), one for each part; no gradient flows through them
 
-# %% ../../nbs/fast/5_merging.ipynb #be16e0a8
+# %% ../../nbs/fast/5_merging.ipynb #1ebc8475
 def merge_quantize(
     parts,       # of `Part`
     var:Tensor,  # (in,), variance of the input

@@ -142,7 +142,7 @@ def digest_file(path:Path)->Path: return path.with_name(f'{path.name}.sha256')
 def digest(path:Path, name:str)->str: return f'{sha256(path)}  {name}\n' # in the format of sha256sum
 
 def open_kept(path:Path, dtype): # ctypes library
-    "Load a library from the cache; FileNotFoundError if it or its digest is missing, ValueError if it is damaged"
+    "Load a library from the cache; FileNotFoundError if there is none, ValueError if it is damaged"
     if digest_file(path).read_text() != digest(path, path.name):
         raise ValueError(f'{path} is damaged: its digest differs')
     return open_library(path, dtype)
