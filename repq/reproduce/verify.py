@@ -30,7 +30,7 @@ TOLERANCE = {
     'accuracy': Tolerance('absolute', 0.0035),
     'psnr': Tolerance('absolute', 0.001)} # dB
 
-# %% ../../nbs/reproduce/7_verify.ipynb #dbcd2c5d
+# %% ../../nbs/reproduce/7_verify.ipynb #e19d1e2b
 def compare_number(
     what:str,      # a key of TOLERANCE
     name:str,      # for the message
@@ -48,7 +48,7 @@ def compare_number(
     if error <= limit: return ''
     return f'{said}: a {kind} difference of {error:.2g}, at most {limit:g} is allowed'
 
-# %% ../../nbs/reproduce/7_verify.ipynb #0d9d9f6c
+# %% ../../nbs/reproduce/7_verify.ipynb #2f28a2f8
 @contextmanager
 def torch_threads(n:int=None): # None or 0: unchanged
     "Set torch's number of threads for a block"
@@ -112,7 +112,7 @@ def compare_all(numbers, what:str, elsewhere:str)->Comparison: # numbers: (kind,
         if differs: return Comparison(differs)
     return Comparison(checked=f'{what} {result}')
 
-# %% ../../nbs/reproduce/7_verify.ipynb #ee2c2b10
+# %% ../../nbs/reproduce/7_verify.ipynb #f2c701d2
 def check_losses(folder:Path, record:dict, run:dict)->Comparison:
     "Compare the first losses of a record with those computed now"
     recorded, parent, home = record['probe']['losses'], record['spec']['parent'], None
@@ -131,7 +131,7 @@ def check_losses(folder:Path, record:dict, run:dict)->Comparison:
     numbers = [(kind, f'the loss of step {i}', a, b) for i, (a, b) in enumerate(zip(recorded, now), 1)]
     return compare_all(numbers, f'{len(recorded)} losses', elsewhere)
 
-# %% ../../nbs/reproduce/7_verify.ipynb #e2c6bc3b
+# %% ../../nbs/reproduce/7_verify.ipynb #ffc36c82
 def check_metrics(folder:Path, record:dict, run:dict)->Comparison:
     "Compare the recorded metric of the stored weights with that computed now"
     recorded = record['probe']['metrics']
@@ -163,7 +163,7 @@ def compare_safely(check, folder:Path, record:dict)->Comparison:
         return Comparison(missing=f'no data ({" ".join(str(e).split())[:200]})')
     except Corrupt as e: return Comparison(missing=str(e))
 
-# %% ../../nbs/reproduce/7_verify.ipynb #5bc642d4
+# %% ../../nbs/reproduce/7_verify.ipynb #3aba8138
 def check_record(folder)->Checked:
     "Verify one record"
     folder, started = Path(folder), time.time()
