@@ -8,11 +8,11 @@ __all__ = ['OUTSIDE', 'VERDICT_WORDS', 'CHOSEN', 'Arm', 'arm', 'Paired', 'run_id
            'Answer', 'spared', 'judge_singles', 'judge_pairs', 'pool_notes', 'seeds_for', 'image_differences',
            'scatter_of', 'judge_compare', 'in_words', 'paper_words', 'first_few', 'explain', 'premises', 'rests_on',
            'premise_name', 'premise_note', 'Verdict', 'judge_parts', 'count_parts', 'judge_claim', 'claim_notes',
-           'claims', 'count_verdicts', 'premise_summary', 'measured_summary', 'disagreements', 'summary', 'run_spread',
-           'claim_power', 'power_table']
+           'claims', 'count_verdicts', 'one_seed', 'premise_summary', 'measured_summary', 'against', 'disagreements',
+           'summary', 'run_spread', 'claim_power', 'power_table']
 
 # %% ../../nbs/reproduce/11_verdicts.ipynb #1665ee05
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class Paired:
     failed:tuple=(0, 0)   # how many trainings went wrong in a, in b
     processors:frozenset=frozenset() # of the pairs
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #36728b25
+# %% ../../nbs/reproduce/11_verdicts.ipynb #95d6d8cc
 def run_ids(*measured)->frozenset:
     "The runs behind some places, and their parents"
     runs = [r for m in measured if m.cell for r in m.cell.runs]
@@ -86,7 +86,7 @@ def pair_seeds(name:str, a:Measured, b:Measured)->PairedSeeds:
         processors.add(one)
     return PairedSeeds(differences, processors, tuple(failed), notes)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #99fde2ae
+# %% ../../nbs/reproduce/11_verdicts.ipynb #68c595c0
 def pair_up(pair:Pair, results:Results)->Paired:
     "The paired differences of two addresses"
     a, b = both = results.measured(pair.a), results.measured(pair.b)
@@ -112,7 +112,7 @@ def common_seeds(paired:list)->list:
     "The seeds that all pairs have"
     return sorted(set.intersection(*(set(p.differences) for p in paired)))
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #8e077a8e
+# %% ../../nbs/reproduce/11_verdicts.ipynb #c526bb38
 def group_of(cluster:list)->Group: # None: fewer than two common seeds
     "The mean over a cluster, seed by seed, as a group"
     seeds = common_seeds(cluster)
@@ -139,7 +139,7 @@ def pool_pairs(paired:list)->Pooled:
         used += c
     return Pooled(pool(groups, over_what(paired, groups, used)) if groups else None, groups, used)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #e996d515
+# %% ../../nbs/reproduce/11_verdicts.ipynb #5c9e926c
 def over_what(paired:list, groups:list, used:list)->str:
     "Over how many networks, variants or images, and over how many seeds"
     n = sorted({g.seeds for g in groups})
@@ -226,7 +226,7 @@ def judge_pairs(c:Compare, results:Results)->Answer:
     return Answer(c, pooled.interval, p, verdict, paper_average(c), singles, tuple(notes), needed,
                   scatter_of(c, pooled.used, results))
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #1f6a2445
+# %% ../../nbs/reproduce/11_verdicts.ipynb #19aa6a04
 def pool_notes(paired:list, used:list)->list:
     "Networks that are not in the pooled test, and pairs from several processors"
     left = [p.pair.name for p in paired if p not in used]
@@ -253,7 +253,7 @@ def scatter_of(c:Compare, used:list, results:Results)->Components: # None: not P
     rows = [[d for p in used for d in image_differences(p, s, results)] for s in common_seeds(used)]
     return decompose(rows) if len({len(r) for r in rows}) == 1 else None
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #395c021d
+# %% ../../nbs/reproduce/11_verdicts.ipynb #ddef9d3a
 def judge_compare(c:Compare, results:Results)->Answer:
     "The verdict on a comparison"
     if c.unit in MARGINS: return judge_pairs(c, results)
@@ -277,12 +277,13 @@ def in_words(a:Answer)->str:
     if c.of == 'value': return f'A step of {one} takes {amount} % of the plain network’s time'
     if c.of == 'saving': return f'{one} takes {amount} % {"less" if up else "more"} time than {other}'
     if c.unit == '%':
-        return f'A step of {one} takes {amount} % of a plain step {"longer" if up else "less"} than {other}'
+        longer = 'longer' if up else 'shorter'
+        return f'A step of {one} is {amount} % of a plain step {longer} than one of {other}'
     on = f' on {c.pairs[0].name}' if len(c.pairs) == 1 and c.pairs[0].name in VARIANTS else ''
     words = f'{one} is {amount} {c.unit} {"better" if up else "worse"} than {other}{on}, over {i.how}'
     return f'{c.setting} {words}' if c.setting else words
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #3c00b7ef
+# %% ../../nbs/reproduce/11_verdicts.ipynb #cc7070cd
 def paper_words(a:Answer)->str:
     "The paper's number in the direction of our sentence, or said to be in the other"
     if a.compare.unit not in MARGINS: return f'{a.paper:.0f} %'
@@ -316,7 +317,7 @@ def premises(results:Results)->dict: # (network, variant) -> Answer
     found['ECBSR', 'RepQ'] = Compare(('ECB', 'Plain'), pairs, 'In full precision')
     return {k: judge_compare(c, results) for k, c in found.items()}
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #97010c7f
+# %% ../../nbs/reproduce/11_verdicts.ipynb #d1d48646
 def rests_on(c:Compare)->list: # of (network, variant)
     "The premises of a comparison"
     if c.unit not in MARGINS: return []
@@ -389,7 +390,7 @@ def judge_parts(answers:list)->tuple: # verdict, the part that decides
     equal = [a for a in answers if a.verdict == EQUAL]
     return (EQUAL, equal[0]) if equal else (HOLDS, max(answers, key=lambda a: float(a.p.holds)))
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #87222d88
+# %% ../../nbs/reproduce/11_verdicts.ipynb #2e78a848
 def count_parts(answers:list)->str:
     "How many parts have each verdict"
     words = {HOLDS: 'hold', EQUAL: 'are equal within the margin', FAILS: 'do not', OPEN: 'cannot be told'}
@@ -408,7 +409,7 @@ def judge_claim(claim:Claim, results:Results, known:dict=None)->Verdict: # known
     return Verdict(claim.text, claim.where, verdict, why, tuple(notes), tuple(answers),
                    *judge_paper_claim(claim), premise)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #4c048d15
+# %% ../../nbs/reproduce/11_verdicts.ipynb #dca220e6
 def claim_notes(answers:list)->list:
     "Single networks that say otherwise, the scatter of PSNR, and what was not used"
     against, notes = [], []
@@ -423,14 +424,14 @@ def claim_notes(answers:list)->list:
     if against: notes.insert(0, 'single results show the opposite: ' + ', '.join(against))
     return notes + list(dict.fromkeys(n for a in answers for n in a.notes))
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #028befa5
+# %% ../../nbs/reproduce/11_verdicts.ipynb #03d15087
 def claims(profile='smoke', root='results', seeds:int=None, results:Results=None)->list: # of Verdict
     "Every claim of the paper with its verdict and its evidence"
     results = results or Results(profile, root, seeds)
     known = premises(results)
     return [judge_claim(c, results, known) for c in list_claims()]
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #e80733e7
+# %% ../../nbs/reproduce/11_verdicts.ipynb #69faca56
 VERDICT_WORDS = {HOLDS: 'hold', FAILS: 'do not hold', EQUAL: 'are equal within the margin',
                  OPEN: 'cannot be told'}
 CHOSEN = ('The setting of the cpu profile was chosen on full-precision runs alone, for accuracy and for the '
@@ -441,18 +442,29 @@ def count_verdicts(verdicts:list)->str:
     counts = {w: sum(v.verdict == w for v in verdicts) for w in VERDICT_WORDS}
     return ', '.join(f'{n} {VERDICT_WORDS[w]}' for w, n in counts.items() if n)
 
-def premise_summary(known:dict)->str: # known: of `premises`
+# %% ../../nbs/reproduce/11_verdicts.ipynb #9a8116b9
+def one_seed(answer:Answer, results:Results)->float: # None: there is no pair, or there are several
+    "The difference of a comparison on one network for which there is one seed"
+    if len(answer.compare.pairs) > 1: return None
+    found = list(pair_up(answer.compare.pairs[0], results).differences.values())
+    return found[0] if len(found) == 1 else None
+
+def premise_summary(known:dict, results:Results)->str: # known: of `premises`
     "Where the premise holds in our runs, in a sentence"
-    found = {}
+    words = {HOLDS: 'holds on', FAILS: 'does not hold on', EQUAL: 'is equal within the margin on',
+             OPEN: 'cannot be told on', 'one': 'cannot be told from one seed on', '': 'was not tested on'}
+    found = {w: {} for w in words}
     for x, answer in known.items():
-        where = premise_name(*x, answer) if answer.ours else x[0]
-        found.setdefault(answer.verdict if answer.ours else '', {})[where] = 1
-    words = {HOLDS: 'holds on', FAILS: 'does not hold on', EQUAL: 'is missed within the margin on',
-             OPEN: 'cannot be told on', '': 'has fewer than two seeds on'}
-    parts = [f'{words[w]} {", ".join(found[w])}' for w in words if w in found]
+        single = None if answer.ours else one_seed(answer, results)
+        if answer.ours: found[answer.verdict][premise_name(*x, answer)] = 1
+        elif single is None: found[''][x[0]] = 1
+        else: found['one'][premise_name(*x, replace(answer, ours=Interval(single)))] = 1
+    for name in [n for n in found[''] if any(n in other for w in found if w for other in found[w])]:
+        del found[''][name]   # another variant of it was tested
+    parts = [f'{words[w]} {", ".join(found[w])}' for w in words if found[w]]
     return f'This premise {"; ".join(parts)}.'
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #14464212
+# %% ../../nbs/reproduce/11_verdicts.ipynb #5f21ad59
 def measured_summary(results:Results)->str:
     "How many runs there are, and how good full precision is, in a sentence"
     done = sum(results.look(r).state in USABLE for r in results.runs)
@@ -471,26 +483,32 @@ def measured_summary(results:Results)->str:
         text += f'; on {data} {what} {low}{f" to {high}" if high != low else ""} {unit}'
     return f'{text}.'
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #4cd16666
-def disagreements(verdicts:list, most:int=5)->list: # of sentences
+# %% ../../nbs/reproduce/11_verdicts.ipynb #150e9627
+def against(v:Verdict)->str:
+    "A claim that does not hold, with our number and the paper's"
+    a = v.weakest
+    paper = 'no number' if a.paper is None else show_number(a.paper, a.compare.unit)
+    outside = f'; {OUTSIDE}' if v.outside else ''
+    return f'“{v.claim}” (ours {show_number(a.ours.mid, a.compare.unit)}, the paper {paper}{outside})'
+
+def disagreements(verdicts:list, most:int=6)->list: # of sentences
     "Where our results disagree with the paper; the first few, if there are many"
-    against = [v for v in verdicts if v.verdict == FAILS]
-    counted = [v for v in against if all(a.compare.unit == 'times' for a in v.evidence)]
-    trained = [v for v in against if v not in counted]
+    fails = [v for v in verdicts if v.verdict == FAILS]
+    counted = [v for v in fails if all(a.compare.unit == 'times' for a in v.evidence)]
+    measured = [v for v in fails if v not in counted]
+    tested = {v.weakest.compare.unit for v in verdicts if v.weakest} & set(MARGINS)
     found = []
-    for v in trained[:most]:
-        why = v.why[:1].upper() + v.why[1:] + (f'; {OUTSIDE}' if v.outside else '')
-        found.append(f'Our results disagree with the paper: “{v.claim}” does not hold. {why}.')
-    if len(trained) > most: found.append(f'So do {len(trained) - most} more; the list of claims has them.')
-    tested = [v.weakest.compare.unit for v in verdicts if v.weakest]
-    if not trained and set(tested) & set(MARGINS):
-        found.append('No claim about accuracy or PSNR is refuted by our runs.')
+    if measured:
+        listed = first_few([against(v) for v in measured], most)
+        found.append(f'Our results disagree with the paper on {listed}.')
+    elif tested: found.append('No claim about accuracy or PSNR is refuted by our runs.')
     if counted:
         names = ' and '.join(f'“{v.claim}”' for v in counted)
         do = 'does' if len(counted) == 1 else 'do'
         found.append(f'Counted on the paper’s own networks, {names} {do} not hold.')
     return found
 
+# %% ../../nbs/reproduce/11_verdicts.ipynb #f7942f04
 def summary(results:Results, verdicts:list=None)->list: # of sentences
     "What was measured and what it means"
     verdicts = claims(results=results) if verdicts is None else verdicts
@@ -498,7 +516,7 @@ def summary(results:Results, verdicts:list=None)->list: # of sentences
               f'runs, {count_verdicts(verdicts)}.')
     text = [measured_summary(results), judged, *disagreements(verdicts)]
     if not any(results.look(r).state in USABLE for r in results.runs): return text
-    return [*text, CHOSEN, premise_summary(premises(results))]
+    return [*text, CHOSEN, premise_summary(premises(results), results)]
 
 # %% ../../nbs/reproduce/11_verdicts.ipynb #4533e9b0
 def run_spread(results:Results)->dict: # network -> standard deviation over seeds; 'points', 'dB': over all
@@ -513,7 +531,7 @@ def run_spread(results:Results)->dict: # network -> standard deviation over seed
     found['dB'] = [variance(means)/sum(IMAGES.values())**2] if len(means) > 1 else []
     return {k: fmean(v)**.5 for k, v in found.items() if v}
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #d42157d9
+# %% ../../nbs/reproduce/11_verdicts.ipynb #6c64e2aa
 def claim_power(
     claim:Claim,
     spread:dict,          # of `run_spread`, or {'points': .3, 'dB': .02}
@@ -530,7 +548,7 @@ def claim_power(
         chances.append(power(c.question, size, sd, seeds, [sum(p.weight for p in g) for g in groups]))
     return min(chances)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #8c6022db
+# %% ../../nbs/reproduce/11_verdicts.ipynb #53e32b28
 def power_table(spread:dict, seeds=(3, 5, 10))->str: # Markdown
     "The power of each claim's primary test at the paper's difference"
     head = f'| claim | in the paper | {" | ".join(f"{n} seeds" for n in seeds)} |'
