@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RANKED', 'WORST_FIRST', 'TITLES', 'MEASURES', 'STUBS', 'RECIPE_OF', 'LOSSES', 'TRAINED', 'NUMBERS', 'ranks',
            'word_for', 'missing_item', 'our_item', 'details', 'paper_item', 'classifier_words', 'sets_words',
-           'time_words', 'spread_words', 'processor_words', 'caption', 'beyond_words', 'Layout', 'not_begun',
+           'time_words', 'spread_words', 'not_begun', 'beyond_words', 'processor_words', 'caption', 'Layout',
            'layout_of', 'styles_of', 'column_heads', 'row_label', 'results_table', 'stage_counts', 'strategies_table',
            'runs_of', 'values_of', 'kind_of', 'RecipeRow', 'recipe_rows', 'recipe_table', 'make_table', 'table',
            'all_tables', 'has_numbers', 'report_tables']
@@ -53,7 +53,7 @@ def missing_item(m:Measured, results:Results)->Item:
     quiet = expected and all(f.why in ('', NOT_RUN) for f in m.found.values())
     return Item(word_for(m), 'quiet', links[:1], '' if quiet else why, why)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #803a3cee
+# %% ../../nbs/reproduce/13_tables.ipynb #bc9e2fb2
 def our_item(m:Measured, results:Results, style='')->Item:
     "What we have at an address, as an item"
     if not m.values: return missing_item(m, results)
@@ -103,7 +103,7 @@ def sets_words(metrics:dict)->str:
     return ('Ours: no benchmark sets in this profile, each column is a photograph that stands in: '
             f'{photographs}.')
 
-# %% ../../nbs/reproduce/13_tables.ipynb #a02c7bab
+# %% ../../nbs/reproduce/13_tables.ipynb #e713b3e5
 def time_words(metrics:dict)->str:
     "How the times of Table 4 were taken"
     shape = '×'.join(map(str, metrics['shape']))
@@ -124,7 +124,23 @@ def spread_words(number:str, measured:list)->list:
         text.append(f'One seed: ± is {one}')
     return text
 
-# %% ../../nbs/reproduce/13_tables.ipynb #53b53c2f
+# %% ../../nbs/reproduce/13_tables.ipynb #cfad8cd6
+def not_begun(m:Measured)->bool:
+    "Whether an address beyond the paper has no run yet"
+    return m.cell.beyond and all(f.state == 'missing' and f.why == NOT_RUN for f in m.found.values())
+
+def beyond_words(measured:list)->list:
+    "A sentence on what is beyond the paper, and on what of it was not run yet"
+    begun, waiting = {}, {}   # what it is -> {network or precision: 1}
+    for m in measured:
+        if not (m.cell.beyond and m.cell.runs): continue
+        name = m.address.column if m.address.table == '4' else m.address.row[1]
+        (waiting if not_begun(m) else begun).setdefault(name, {})[m.address.row[0]] = 1
+    text = ['† ours, beyond the paper.'] if begun else []
+    names = [f'{name} ({", ".join(where)})' if name in begun else name for name, where in waiting.items()]
+    return text + [f'Beyond the paper and not run yet: {", ".join(names)}.']*bool(names)
+
+# %% ../../nbs/reproduce/13_tables.ipynb #185603e5
 def processor_words(measured:list)->list:
     "A sentence if the numbers of a table come from several processors"
     found = {}
@@ -146,17 +162,6 @@ def caption(number:str, measured:list)->str:
     text += spread_words(number, measured) + processor_words(measured)
     return ' '.join(text + beyond_words(measured))
 
-def beyond_words(measured:list)->list:
-    "A sentence on what is beyond the paper, and on what of it was not run yet"
-    begun, waiting = {}, {}   # what it is -> {network or precision: 1}
-    for m in measured:
-        if not (m.cell.beyond and m.cell.runs): continue
-        name = m.address.column if m.address.table == '4' else m.address.row[1]
-        (waiting if not_begun(m) else begun).setdefault(name, {})[m.address.row[0]] = 1
-    text = ['† ours, beyond the paper.'] if begun else []
-    names = [f'{name} ({", ".join(where)})' if name in begun else name for name, where in waiting.items()]
-    return text + [f'Beyond the paper and not run yet: {", ".join(names)}.']*bool(names)
-
 # %% ../../nbs/reproduce/13_tables.ipynb #b7dab403
 class Layout(NamedTuple):
     "Rows and columns of a table of results"
@@ -164,10 +169,6 @@ class Layout(NamedTuple):
     columns:list
     beyond:set     # rows that the paper does not have
     ours_only:set  # columns that the paper does not have
-
-def not_begun(m:Measured)->bool:
-    "Whether an address beyond the paper has no run yet"
-    return m.cell.beyond and all(f.state == 'missing' and f.why == NOT_RUN for f in m.found.values())
 
 def layout_of(number:str, places:dict)->Layout: # places: Address -> Measured
     "The rows and columns of the addresses of a table"
@@ -180,7 +181,7 @@ def layout_of(number:str, places:dict)->Layout: # places: Address -> Measured
     ours_only = {c for c in columns if new(lambda a: a.column == c)} if number == '4' else set()
     return Layout(rows, columns, beyond, ours_only)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #2a07b911
+# %% ../../nbs/reproduce/13_tables.ipynb #2f6d3133
 def styles_of(number:str, places:dict, layout:Layout)->dict: # ('ours' | 'paper', Address) -> style
     "Best and second best of each group and column"
     styles = {}
@@ -193,7 +194,7 @@ def styles_of(number:str, places:dict, layout:Layout)->dict: # ('ours' | 'paper'
             styles |= {('ours', a): s for a, s in ours.items()} | {('paper', a): s for a, s in paper.items()}
     return styles
 
-# %% ../../nbs/reproduce/13_tables.ipynb #816e135c
+# %% ../../nbs/reproduce/13_tables.ipynb #bddd7da4
 STUBS = {'2': ('Model', 'Method'), '3': ('Precision', 'Method'), '4': ('Block',),
          'side': ('Experiment', 'Value')}
 
@@ -213,7 +214,7 @@ def row_label(row:tuple, cell, layout:Layout)->tuple:
     if cell is not None and cell.row[-1] != label: label = f'{label}: {cell.row[-1]}'
     return (*row[:-1], label + (' †' if row in layout.beyond else ''))
 
-# %% ../../nbs/reproduce/13_tables.ipynb #3ab39f60
+# %% ../../nbs/reproduce/13_tables.ipynb #963c745c
 def results_table(number:str, results:Results)->Table:
     "Table 2, 3, 4 or the side experiments"
     places = {a: results.measured(a) for a in results.cells if a.table == number}
@@ -244,7 +245,7 @@ def stage_counts(results:Results, strategy:str)->dict: # column -> (runs that ha
         counts[f'{stage} Re-parametrized'] = sum(n > 0 for n in layers), len(layers)
     return counts
 
-# %% ../../nbs/reproduce/13_tables.ipynb #97f01edc
+# %% ../../nbs/reproduce/13_tables.ipynb #29a32417
 def strategies_table(results:Results)->Table:
     "Table 1, from the layers that the runs had"
     columns, rows = list(PAPER['1']['Plain',]), []
@@ -279,7 +280,7 @@ def values_of(runs:list, name:str)->str:
     shown = dict.fromkeys(f'{v:g}' if isinstance(v, (int, float)) else str(v) for v in values)
     return ' or '.join(shown) or '–'
 
-# %% ../../nbs/reproduce/13_tables.ipynb #10514146
+# %% ../../nbs/reproduce/13_tables.ipynb #51d4f475
 def kind_of(run)->str: # 'fp' | 'merged8' | 'quantized' | 'ptq'
     "Which rows of Table S1 a run belongs to"
     if run.strategy == 'ptq': return 'ptq'
@@ -297,7 +298,7 @@ class RecipeRow(NamedTuple):
     def wants(self, run)->bool:
         return kind_of(run) in self.kinds and self.bits in (None, run.bits)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #d807e190
+# %% ../../nbs/reproduce/13_tables.ipynb #20d62f03
 TRAINED = 'fp', 'merged8', 'quantized'
 
 def recipe_rows(recipe:dict)->list: # of RecipeRow
@@ -317,7 +318,7 @@ def recipe_rows(recipe:dict)->list: # of RecipeRow
             row('Quantized learning rate', 'lr_quantized', ('quantized',), 'lr'),
             row('Merged 8-bit learning rate', 'lr_merged8', ('merged8',), 'lr'), *steps]
 
-# %% ../../nbs/reproduce/13_tables.ipynb #cc502741
+# %% ../../nbs/reproduce/13_tables.ipynb #7c979f80
 def recipe_table(results:Results)->Table:
     "Table S1: the paper's hyper-parameters beside those of the profile's runs"
     columns = [(runs_of(results, key), recipe_rows(RECIPES[key])) for key in RECIPE_OF.values()]
@@ -354,7 +355,7 @@ def table(
         raise ValueError(f'the {profile} profile has no side experiments: choose cpu, gpu or paper')
     return make_table(name, results)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #4ec6ce2c
+# %% ../../nbs/reproduce/13_tables.ipynb #e5f49cc2
 def all_tables(profile='smoke', root='results', seeds:int=None, results:Results=None)->list: # of Table
     "All tables that a profile has, in the paper's order"
     results = results or Results(profile, root, seeds)
@@ -373,7 +374,7 @@ def report_tables(results:Results)->list: # of Table
         return not_run, order.index(t.number)
     return sorted(all_tables(results=results), key=rank)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #3ca8d100
+# %% ../../nbs/reproduce/13_tables.ipynb #98442c70
 def __getattr__(name):
     homes = 'report', 'figures', 'html_page', 'verdicts', 'statements'
     return find_moved(__name__, name, [f'repq.reproduce.{home}' for home in homes])
