@@ -21,4 +21,6 @@ __getattr__, __dir__, __all__ = lazy(
     html_page=[],
     run_pages=[],
     tables=[],
+    figures=[],
+    report=[],
     duration=[])
