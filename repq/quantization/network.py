@@ -28,7 +28,7 @@ from ..algebra.kernel import fold_bn
 from ..algebra.statistics import STATISTICS
 from ..algebra.branch import Conv
 from .layer import QuantLinear, Quantizable, RepConv2d, foldable, needs_symmetry, one_of
-from .lsq import COLD, HALF, START_BATCHES, STARTS, QuantizerState, int_range
+from .lsq import COLD, HALF, START_BATCHES, STARTS, Quantizer, int_range
 from .bits import RepNet, conversions, layer_bits, layers_of, rep_nets
 
 # %% ../../nbs/quantization/4_network.ipynb #786ae278
@@ -369,7 +369,7 @@ def name_quantizers(net:nn.Module):
     told = set()
     for name, layer in quantizable_layers(net).items():
         for what, q in (('weights', layer.weight_quantizer), ('input', layer.input_quantizer)):
-            if q is not None: q.name, q.told_network = f'{name or "the layer"}, {what}', told
+            if q is not None: q.name, q.warned_network = f'{name or "the layer"}, {what}', told
 
 # %% ../../nbs/quantization/4_network.ipynb #7a6e6e01
 def set_statistics(net:nn.Module, statistics:str)->nn.Module:
@@ -473,7 +473,7 @@ def check_numbers(name:str, layer:Quantizable):
 # %% ../../nbs/quantization/4_network.ipynb #9498a9a2
 def is_initialised(layer:Quantizable)->bool:
     "Whether data has reached both quantizers of a layer"
-    return layer.weight_quantizer.known.phase != COLD and layer.input_quantizer.ready
+    return layer.weight_quantizer.status.phase != COLD and layer.input_quantizer.ready
 
 @torch.no_grad()
 def merge_layer(name:str, layer:Quantizable)->nn.Module:
@@ -643,7 +643,7 @@ def parameter_groups(
     check_network(net)
     check_rates(lr=lr, weight_decay=weight_decay)
     if step_lr is not None: check_rates(step_lr=step_lr)
-    steps = [m.step for m in net.modules() if isinstance(m, QuantizerState)]
+    steps = [m.step for m in net.modules() if isinstance(m, Quantizer)]
     if step_lr is not None and not steps:
         raise ValueError('step_lr is given, but the network has no quantizers yet: '
                          'call repq.quantize(net, ..) first, then make the groups')

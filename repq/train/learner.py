@@ -23,7 +23,7 @@ from fastai.callback.tracker import TrackerCallback
 from fastai.optimizer import OptimWrapper
 from fastai.torch_core import get_model
 from ..algebra.statistics import STATISTICS, Calibration
-from ..quantization.lsq import HALF, STARTS, Quantizer, QuantizerState, families, make_quantizer, several_processes
+from ..quantization.lsq import HALF, STARTS, Quantizer, families, make_quantizer, several_processes
 from ..quantization.layer import Quantizable, RepConv2d, one_of
 from ..quantization.bits import layer_bits, set_mode
 from ..quantization.network import (check_target, name_quantizers, quantizable_layers, quantize, set_bits,
@@ -278,7 +278,7 @@ def change_family(net:nn.Module, family):
     for layer in quantizable_layers(net).values():
         for name in ('weight_quantizer', 'input_quantizer') if steps_in(layer) else ():
             old = getattr(layer, name)
-            new = make_quantizer(family, bits=old.bits, signed=old.given, channels=old.channels,
+            new = make_quantizer(family, bits=old.bits, signed=old.fixed_sign, channels=old.channels,
                                  symmetric=old.symmetric, start=old.start)
             if type(new) is type(old): continue
             new.to(old.step).load_state_dict(old.state_dict())
@@ -339,7 +339,7 @@ def share_buffers(net:nn.Module):
     "Give all processes the buffers of rank 0"
     for t in net.buffers(): dist.broadcast(t, 0)
     for m in net.modules():
-        if isinstance(m, (QuantizerState, Calibration)): m.load_state_dict(m.state_dict()) # they keep a copy of their state in Python
+        if isinstance(m, (Quantizer, Calibration)): m.load_state_dict(m.state_dict()) # they keep a copy of their state in Python
 
 def fit_for_qat(
     trainer # fastai's DistributedTrainer, changed before it wraps the model

@@ -126,7 +126,7 @@ def test_relu_before_a_signed_quantizer(tmp_path):
     x = torch.randn(4, 3, 12, 12)
     net = nn.Sequential(make_block('plain', 3, 4), nn.ReLU(), make_block('plain', 4, 4))
     quantize(randomize_bn(net), 8, 8, start='first')
-    for l in quantizable_layers(net).values(): l.input_quantizer.given = True; l.input_quantizer.reset(8)
+    for l in quantizable_layers(net).values(): l.input_quantizer.fixed_sign = True; l.input_quantizer.reset(8)
     for _ in range(3): net(x)
     net.eval()
     assert code_range(merge(net)[2].quantize, low=0)[:2] == (128, 128)
