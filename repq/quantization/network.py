@@ -8,7 +8,7 @@ __all__ = ['WANTED', 'STRATEGIES', 'check_network', 'quantizable_layers', 'quant
            'warn_no_rule', 'name_quantizers', 'set_bits', 'merge', 'copied', 'is_initialised', 'merge_layer',
            'plain_conv', 'plain_linear', 'fold_after', 'merge_quantized', 'FrozenQuantizer', 'check_numbers',
            'recalibrate', 'average_statistics', 'set_ranges', 'check_batches', 'inputs_of', 'tell_progress', 'ptq',
-           'check_rates', 'parameter_groups', 'split_parameters', 'is_block', 'merge_for_training', 'plain', 'merged',
+           'parameter_groups', 'split_parameters', 'check_rates', 'is_block', 'merge_for_training', 'plain', 'merged',
            'repq']
 
 # %% ../../nbs/quantization/5_network.ipynb #6165a25c
@@ -426,12 +426,6 @@ def ptq(
     return recalibrate(small, tell_progress(islice(batches, n), 'ptq', total), 'ranges').eval()
 
 # %% ../../nbs/quantization/5_network.ipynb #dbfbc65a
-def check_rates(**rates):
-    "Refuse rates that are not finite numbers of at least zero"
-    for what, value in rates.items():
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float('inf')
-        if not ok: raise ValueError(f'{what} must be a number of at least 0, got {value!r}')
-
 def parameter_groups(
     net:nn.Module,            # quantized, or in full precision
     lr:float=0.01,            # of everything but steps
@@ -463,6 +457,12 @@ def split_parameters(net:nn.Module, decay_norms:bool)->tuple[list, list, list]:
         raise ValueError('the network has nothing to train: is it merged? Take the one before')
     weights = [p for p in rest if decay_norms or p.ndim > 1]
     return steps, weights, [p for p in rest if not (decay_norms or p.ndim > 1)]
+
+def check_rates(**rates):
+    "Refuse rates that are not finite numbers of at least zero"
+    for what, value in rates.items():
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float('inf')
+        if not ok: raise ValueError(f'{what} must be a number of at least 0, got {value!r}')
 
 # %% ../../nbs/quantization/5_network.ipynb #bbd607b8
 def is_block(layer:nn.Module)->bool:

@@ -29,6 +29,7 @@ def expand_home(path, where:str)->Path: # where: an argument or a variable, name
         text = f'{where} is {str(path)!r}, and there is no such user: give the whole path'
         raise FileNotFoundError(text) from None
 
+# %% ../../nbs/train/1_images.ipynb #bfd9e826
 def find_data(
     name:str,   # such as 'cifar10' or 'sr/benchmark/Set5'
     root=None,  # the folder that holds it, or the data set itself; by default `REPQ_DATA`, then `data`
@@ -95,6 +96,7 @@ def write_cache(path:Path, tensors:dict):
     finally:
         if aside.is_file(): aside.unlink()
 
+# %% ../../nbs/train/1_images.ipynb #7b832f0f
 def cached(
     make,      # () -> {name: tensor}
     name:str,  # of the file, for people
@@ -449,6 +451,7 @@ class EpochFollower:
         loader = getattr(loader, 'dl', loader) # distributed training wraps it
         loader.set_epoch(self.first + self.epoch)
 
+# %% ../../nbs/train/1_images.ipynb #d8b0945c
 def fastai_class(
     name:str # EpochLoader, MemoryLoader or FollowEpoch
 )->type:
@@ -489,6 +492,7 @@ def make_dls(
     train = make(train, bs=batch_size, shuffle=True, drop_last=True, **common)
     return DataLoaders(train, *unseen, device=device)
 
+# %% ../../nbs/train/1_images.ipynb #54613653
 def scoring_loader(dls): # a fastai loader
     "The images that a result is scored on: the third loader, or validation where nothing is held out"
     return dls.loaders[-1]
@@ -612,6 +616,7 @@ def torchvision_dls(
     return memory_dls(*set_tensors(train), *set_tensors(valid), set_classes(train), batch_size, augment, seed,
                       flip=flip, device=device)
 
+# %% ../../nbs/train/1_images.ipynb #1acdb96b
 def torchvision_halves(name:str, root:Path, download:bool, kwargs:dict)->list: # of two data sets
     "The training and the test half of a data set of torchvision"
     from torchvision import datasets
@@ -675,15 +680,12 @@ def image_folder_dls(
     "Loaders for files in folders of classes"
     from torchvision import transforms as T
     if Path(path).is_file():
-        raise ValueError(f'{path} is a file: unpack it and give the folder (folder_tensors reads small '
-                         'images from a zip file)')
+        raise ValueError(f'{path} is a file: unpack it and give the folder (folder_tensors reads zip files)')
     halves = class_folders(path)
     vocab = sorted(halves.train)
     crops = (T.Compose([T.RandomResizedCrop(size, scale=(min_scale, 1)), T.RandomHorizontalFlip()]),
              T.Compose([T.Resize(resize or round(size*8/7)), T.CenterCrop(size)]))
-    sets = []
-    for half, crop in zip(halves, crops):
+    def file_set(half, crop):
         files = [Path(path)/n for c in vocab for n in half[c]]
-        labels = [k for k, c in enumerate(vocab) for _ in half[c]]
-        sets.append(FileSet(files, labels, vocab, crop, stats))
-    return make_dls('EpochLoader', *sets, batch_size, seed, device, num_workers)
+        return FileSet(files, [k for k, c in enumerate(vocab) for _ in half[c]], vocab, crop, stats)
+    return make_dls('EpochLoader', *map(file_set, halves, crops), batch_size, seed, device, num_workers)
