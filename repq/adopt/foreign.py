@@ -26,7 +26,9 @@ from ..algebra.statistics import Calibration
 from ..algebra.branch import Branch, Conv, Fixed, Identity, Norm, Seq, Sum
 from ..quantization.layer import Quantizable, RepConv2d
 from ..quantization.bits import raise_bits
-from ..quantization.network import LayerTracer, is_inside, module_of, plain_norm, quantizable_layers, replace_module, simplify_norms, twin
+from ..quantization.network import quantizable_layers
+from ..quantization.wrapping import LayerTracer, is_inside, module_of, plain_norm
+from ..quantization.wrapping import replace_module, simplify_norms, twin
 from .regions import ARITHMETIC, SEVERAL_CALLS, Gain, Obstacle, Op, Region, conv_path, find_regions, read_conv, read_graph
 
 # %% ../../nbs/adopt/2_foreign.ipynb #8b57c028

@@ -282,6 +282,7 @@ def on_grid(self:Quantizer, x:Tensor)->Tensor:
     waits = self.waiting.view(-1, *[1]*(x.ndim - 1))
     return torch.where(waits, x, self.quantize(x, torch.where(waits, 1., self.scale(x.ndim))))
 
+# %% ../../nbs/quantization/1_lsq.ipynb #703fd3f3
 @patch
 def check(self:Quantizer, x:Tensor):
     "Refuse integers, and a tensor with another number of channels"
@@ -322,6 +323,7 @@ def dequantize(self:Quantizer, codes:Tensor)->Tensor: # dtype of the step
     "The numbers that integers stand for"
     return codes.to(self.step.dtype)*self.scale(codes.ndim)
 
+# %% ../../nbs/quantization/1_lsq.ipynb #b22b74c0
 @patch
 def extra_repr(self:Quantizer):
     sign = 'unsigned'

@@ -11,23 +11,25 @@ import math
 from dataclasses import replace
 from functools import partial
 import torch
+from torch import Tensor
 import pandas as pd
 from fastcore.basics import patch
 from fastai.callback.core import Callback
 from fastai.torch_core import get_model, rank_distrib
+from ..quantization.lsq import Quantizer
 from ..quantization.layer import Quantizable, RepConv2d
 from ..quantization.network import quantizable_layers
 from .learner import arguments_in_help
 
 # %% ../../nbs/train/4_doctor.ipynb #1ababd2e
 @torch.no_grad()
-def clipped_share(quantizer, x)->float:
+def clipped_share(quantizer:Quantizer, x:Tensor)->float:
     "Share of values beyond the grid"
     v = x.to(quantizer.step.dtype)/quantizer.scale(x.ndim)
     return ((v < quantizer.qmin) | (v > quantizer.qmax)).float().mean().item()
 
 @torch.no_grad()
-def variance_error(layer, x)->float:
+def variance_error(layer:Quantizable, x:Tensor)->float:
     "Median relative error of the variance that a layer's norms fold with, against exact statistics"
     if not isinstance(layer, RepConv2d) or not layer.branch.has_norm: return float('nan')
     found, x = [], x.to(next(layer.branch.parameters()).dtype) # mixed precision hands over half
@@ -38,38 +40,42 @@ def variance_error(layer, x)->float:
     errors = [(chosen[n]/exact[n] - 1).abs() for n in exact]
     return torch.cat(errors).median().item() if errors else float('nan')
 
+# %% ../../nbs/train/4_doctor.ipynb #1ababd37
 class Oscillation:
-    "Counts how often integer weights turn around"
+    "Counts how often integer weights change direction"
     def __init__(self): self.codes, self.direction, self.turns = None, None, None
-    def update(self, codes):
+
+    def update(self, codes:Tensor):
+        "Compare the integers with those of the last look"
         if self.codes is None: self.direction, self.turns = torch.zeros_like(codes), torch.zeros_like(codes)
         else:
             move = (codes - self.codes).sign()
             self.turns += (move*self.direction < 0)
             self.direction = torch.where(move != 0, move, self.direction)
         self.codes = codes
+
     @property
-    def share(self): return (self.turns >= 2).float().mean().item() if self.turns is not None else 0.
+    def share(self)->float: return (self.turns >= 2).float().mean().item() if self.turns is not None else 0.
 
 # %% ../../nbs/train/4_doctor.ipynb #1ababd30
-def thinned(x, limit:int=2**18):
+def thinned(x:Tensor, limit:int=2**18)->Tensor:
     "About `limit` numbers of a tensor, evenly spaced"
     return x.detach().flatten()[::max(1, x.numel()//limit)]
 
 @torch.no_grad()
-def zeroed_share(quantizer, x)->float:
+def zeroed_share(quantizer:Quantizer, x:Tensor)->float:
     "Share of the numbers other than 0 that become 0"
     x = thinned(x)
     lost = quantizer.codes(x[x != 0]) == 0
     return lost.float().mean().item() if len(lost) else 0.
 
 @torch.no_grad()
-def negative_share(quantizer, x)->float:
+def negative_share(quantizer:Quantizer, x:Tensor)->float:
     "Share of the numbers that an unsigned quantizer clips because they are negative"
     if quantizer.qmin < 0: return 0.
     return (thinned(x) < -quantizer.scale()/2).float().mean().item()
 
-def dead_share(codes)->float: # of integer weights, (out, ...)
+def dead_share(codes:Tensor)->float: # of integer weights, (out, ...)
     "Share of the output channels that have no weight but 0"
     return (codes == 0).flatten(1).all(1).float().mean().item()
 
@@ -79,7 +85,8 @@ class Progress:
     def __init__(self): self.losses, self.right, self.counts, self.constant = [], 0, 0, False
 
     @torch.no_grad()
-    def update(self, loss, pred=None, target=None):
+    def update(self, loss:Tensor, pred=None, target=None):
+        "Add a batch"
         self.losses.append(loss.detach().float().mean())
         if not isinstance(pred, torch.Tensor) or pred.ndim < 2 or not isinstance(target, torch.Tensor): return
         spread = (pred - pred[:1]).abs().max()
@@ -112,7 +119,7 @@ def rises(losses:list)->bool:
 # %% ../../nbs/train/4_doctor.ipynb #61e3cd7d
 @arguments_in_help
 class QATDoctor(Callback):
-    "Watches quantized layers and says what is wrong"
+    "Watches quantized layers, and says what is wrong and what to do"
     order = 30
     def __init__(self,
         looks:int=10,     # at the integer weights and at the sign of inputs, in each epoch
@@ -121,15 +128,26 @@ class QATDoctor(Callback):
         self.looks, self.report, self.fresh, self.fits = looks, report, False, 0
         self.rows, self.epochs, self.cold, self.hooks = [], [], [], []
 
-    def layers(self)->dict: # name -> layer whose mode is `quantized`
-        return {n: l for n, l in quantizable_layers(get_model(self.model)).items() if l.mode == 'quantized'}
-    def quantized(self)->dict: # those of them that have begun
-        return {n: l for n, l in self.layers().items() if l.weight_quantizer.ready and l.input_quantizer.ready}
-    def weight(self, layer): return layer.branch.kernel().weight if isinstance(layer, RepConv2d) else layer.weight
-    def codes(self, layer): return layer.weight_quantizer.codes(self.weight(layer))
-
-    def before_fit(self): self.run = not hasattr(self.learn, 'lr_finder')   # which means to diverge
+    def before_fit(self): self.run = not hasattr(self.learn, 'lr_finder')   # which diverges on purpose
     def before_train(self): self.watch, self.inputs, self.negatives, self.progress = {}, {}, {}, Progress()
+
+# %% ../../nbs/train/4_doctor.ipynb #61e3cd83
+@patch
+def layers(self:QATDoctor)->dict[str, Quantizable]:
+    "The layers whose mode is `quantized`, by name"
+    return {n: l for n, l in quantizable_layers(get_model(self.model)).items() if l.mode == 'quantized'}
+
+@patch
+def quantized(self:QATDoctor)->dict[str, Quantizable]:
+    "Those of them that have started"
+    return {n: l for n, l in self.layers().items() if l.weight_quantizer.ready and l.input_quantizer.ready}
+
+@patch
+def weight(self:QATDoctor, layer:Quantizable)->Tensor:
+    return layer.branch.kernel().weight if isinstance(layer, RepConv2d) else layer.weight
+
+@patch
+def codes(self:QATDoctor, layer:Quantizable)->Tensor: return layer.weight_quantizer.codes(self.weight(layer))
 
 # %% ../../nbs/train/4_doctor.ipynb #61e3cd7f
 @patch
@@ -141,9 +159,11 @@ def see(self:QATDoctor, name:str, layer:Quantizable, args:tuple):
 
 @patch
 def remove_hooks(self:QATDoctor):
+    "Stop looking"
     for h in self.hooks: h.remove()
     self.hooks = []
 
+# %% ../../nbs/train/4_doctor.ipynb #61e3cd84
 @patch
 def before_batch(self:QATDoctor):
     self.remove_hooks()   # of a batch that was interrupted
@@ -160,24 +180,28 @@ def after_batch(self:QATDoctor):
     self.progress.update(self.loss, self.pred, self.yb[0] if len(self.yb) else None)
     if self.iter % self.every: return
     with torch.no_grad():
-        for n, l in layers.items(): self.watch.setdefault(n, Oscillation()).update(self.codes(l).to(torch.int8))
+        for n, l in layers.items():
+            self.watch.setdefault(n, Oscillation()).update(self.codes(l).to(torch.int8))
 
 # %% ../../nbs/train/4_doctor.ipynb #61e3cd81
 @patch
 @torch.no_grad()
 def examine(self:QATDoctor, name:str, layer:Quantizable, x)->dict:
-    "What there is to say of a layer"
+    "All measurements of a layer"
     w, i, codes = layer.weight_quantizer, layer.input_quantizer, self.codes(layer)
     seen = i.codes(thinned(x))
     return dict(
-        fit=self.fits, epoch=self.epoch, layer=name, weight_step=w.scale().mean().item(), input_step=i.scale().item(),
+        fit=self.fits, epoch=self.epoch, layer=name,
+        weight_step=w.scale().mean().item(), input_step=i.scale().item(),
         at_floor=(w.step <= w.floor*1.01).float().mean().item(),
         weights_clipped=clipped_share(w, self.weight(layer)), inputs_clipped=clipped_share(i, x),
         oscillating=self.watch[name].share if name in self.watch and w.bits <= 4 else 0.,
-        variance_error=variance_error(layer, x), dead_channels=dead_share(codes), inputs_zeroed=zeroed_share(i, x),
+        variance_error=variance_error(layer, x), dead_channels=dead_share(codes),
+        inputs_zeroed=zeroed_share(i, x),
         negatives_clipped=max(self.negatives.get(name, 0.), negative_share(i, x)),
         one_code=float(bool((codes == codes.flatten()[0]).all() or (seen == seen[0]).all())))
 
+# %% ../../nbs/train/4_doctor.ipynb #61e3cd85
 @patch
 def after_train(self:QATDoctor):
     self.fits += not self.fresh
@@ -194,16 +218,18 @@ def after_fit(self:QATDoctor):
     self.fresh = False   # validation ends a fit too
 
 # %% ../../nbs/train/4_doctor.ipynb #d1000150
-REMEDY = ("to recover, begin again with steps from several batches (repq.recalibrate(net, batches, 'ranges')), "
-          'go down in stages (schedule={0: 8, 2: 4}), or lower step_lr')
+REMEDY = ('to recover, begin again with steps from several batches '
+          "(repq.recalibrate(net, batches, 'ranges')), go down in stages (schedule={0: 8, 2: 4}), "
+          'or lower step_lr')
 RUINED = ('one_code', 'inputs_zeroed', 'dead_channels')   # training on does not help
-ADVICE = [ # column, threshold, what to say of the layers beyond it; {} is the share
+ADVICE = [ # column, threshold, what to say about layers beyond it; {} is the share
     ('one_code', 0.5, 'all integers of its weights, or all of its input, are the same: '
      'the layer passes nothing on'),
     ('inputs_zeroed', 0.98, '{} of its input becomes 0: the step has run away'),
     ('dead_channels', 0.1, '{} of its output channels have only zeros as weights: steps have run away'),
-    ('negatives_clipped', 0.01, '{} of its input is negative and clipped to 0: the sign was decided on batches '
-     'without negative numbers; initialise from more data (recalibrate, ranges), or give signed_input=True'),
+    ('negatives_clipped', 0.01, '{} of its input is negative and clipped to 0: the sign was decided on '
+     'batches without negative numbers; initialise from more data (recalibrate, ranges), or give '
+     'signed_input=True'),
     ('at_floor', 0.05, '{} of its steps have shrunk to a hundredth of where they began: lower step_lr'),
     ('inputs_clipped', 0.2, '{} of its input is clipped: initialise from more data (recalibrate, ranges), '
      'or raise act_bits'),
@@ -215,8 +241,8 @@ ADVICE = [ # column, threshold, what to say of the layers beyond it; {} is the s
 
 # %% ../../nbs/train/4_doctor.ipynb #d1000151
 @patch
-def collapse(self:QATDoctor)->list: # of strings, empty if all is well
-    "What the losses and the answers of the last fit say about the whole network"
+def collapse(self:QATDoctor)->list[str]: # empty if all is well
+    "Whether the whole network has collapsed, from the losses and the answers of the last fit"
     now = self.epochs[-1]
     stage = [e for e in self.epochs if (e['fit'], e['bits']) == (now['fit'], now['bits'])]
     losses, found = [l for e in stage for l in e['losses']], []
@@ -227,21 +253,18 @@ def collapse(self:QATDoctor)->list: # of strings, empty if all is well
                      f'{now["chance"]:.0%} would be by always naming the most frequent class')
     if now['constant']: found.append('collapsed: it gives the same answer to every input')
     n = max(1, len(losses)//4)
-    if rises(losses): found.append(f'the loss rises, from {sum(losses[:n])/n:.3g} to {sum(losses[-n:])/n:.3g} '
-                                   'with the same bits: lower the learning rate or step_lr')
+    if rises(losses):
+        found.append(f'the loss rises, from {sum(losses[:n])/n:.3g} to {sum(losses[-n:])/n:.3g} with the '
+                     'same bits: lower the learning rate or step_lr')
     return found
 
 # %% ../../nbs/train/4_doctor.ipynb #d1000152
 @patch
-def table(self:QATDoctor)->pd.DataFrame:
-    "All that was seen, a row for each layer and epoch"
-    return pd.DataFrame(self.rows)
-
-@patch
-def advice(self:QATDoctor)->list: # of strings
+def advice(self:QATDoctor)->list[str]:
     "What to do, from the last epoch: about the network first, then layer by layer"
     found = self.collapse() if self.epochs else []
-    for n in self.cold: found.append(f'{n}: was not initialised in a whole epoch: it saw no data, or only zeros')
+    for n in self.cold:
+        found.append(f'{n}: was not initialised in a whole epoch: it saw no data, or only zeros')
     last = [r for r in self.rows if (r['fit'], r['epoch']) == (self.rows[-1]['fit'], self.rows[-1]['epoch'])]
     ruined = any(f.startswith('collapsed') for f in found)
     for column, limit, text in ADVICE:
@@ -250,11 +273,18 @@ def advice(self:QATDoctor)->list: # of strings
             found.append(f'{r["layer"]}: {text.replace("{}", share)}')
             ruined |= column in RUINED
     if ruined: found.append(REMEDY)
-    return found or ([f'{len(last)} layers look healthy'] if last else ['nothing was seen: no layer was quantized'])
+    if found: return found
+    return [f'{len(last)} layers look healthy' if last else 'nothing was seen: no layer was quantized']
+
+# %% ../../nbs/train/4_doctor.ipynb #d1000156
+@patch
+def table(self:QATDoctor)->pd.DataFrame:
+    "All measurements, a row for each layer and epoch"
+    return pd.DataFrame(self.rows)
 
 @patch
 def plot(self:QATDoctor, columns=('weight_step', 'inputs_clipped', 'oscillating', 'variance_error')):
-    "How the layers developed"
+    "Plot columns of the table against the epoch, a line for each layer"
     import matplotlib.pyplot as plt
     t, (fig, axs) = self.table(), plt.subplots(1, len(columns), figsize=(3*len(columns), 2.3))
     for ax, column in zip(axs, columns):
