@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['steps_in', 'steps_of', 'params_of', 'home_group', 'separate_steps', 'StepRates', 'StepRatesFunc', 'arguments_in_help',
-           'QAT', 'set_learn', 'change_family', 'forget_best', 'is_whole_number', 'checked_stage', 'checked_epoch',
-           'checked_plan', 'checked_exceptions', 'checked_family', 'checked_ratio', 'cpu_distributed',
-           'running_statistics', 'share_buffers', 'fit_for_qat']
+           'QAT', 'set_learn', 'change_family', 'check_quantized_for', 'forget_best', 'is_whole_number',
+           'checked_stage', 'checked_epoch', 'checked_plan', 'checked_exceptions', 'checked_family', 'checked_ratio',
+           'cpu_distributed', 'running_statistics', 'share_buffers', 'fit_for_qat']
 
 # %% ../../nbs/train/3_learner.ipynb #5ebe1284
 import math, warnings
@@ -23,10 +23,10 @@ from fastai.callback.tracker import TrackerCallback
 from fastai.optimizer import OptimWrapper
 from fastai.torch_core import get_model
 from ..algebra.statistics import STATISTICS, Calibration
-from ..quantization.lsq import STARTS, Quantizer, families, make_quantizer, several_processes
+from ..quantization.lsq import HALF, STARTS, Quantizer, families, make_quantizer, several_processes
 from ..quantization.layer import Quantizable, RepConv2d, one_of
 from ..quantization.bits import layer_bits, set_mode
-from ..quantization.network import name_quantizers, quantizable_layers, quantize, set_bits, set_statistics
+from ..quantization.network import check_target, name_quantizers, quantizable_layers, quantize, set_bits, set_statistics
 
 # %% ../../nbs/train/3_learner.ipynb #26aa62aa
 def steps_in(layer:Quantizable)->list[nn.Parameter]:
@@ -190,10 +190,13 @@ class QAT(Callback):
         schedule:dict|None=None,       # instead: {epoch: bits, or (weight_bits, act_bits)} before the final
         step_lr:float=0.1,             # learning rate of steps, relative to that of the weights
         freeze_bn_epoch:int|None=None, # from this epoch on batch norms use their running statistics
-        start:str|None=None            # steps from several 'batches' (default) or from the 'first'
+        start:str|None=None,           # steps from several 'batches' (default) or from the 'first'
+        target:str|None=None           # 'tensorrt': 8 bits, 0..127 after a ReLU; see `quantize`
     ):
         final = checked_stage((weight_bits, act_bits), 'weight_bits and act_bits')
         self.plan = checked_plan(final, start_epoch, schedule)
+        check_target(target, {'QAT': final})
+        self.target = target
         self.statistics = statistics if statistics is None else one_of(statistics, STATISTICS, 'statistics')
         self.exceptions, self.family = checked_exceptions(exceptions), checked_family(family)
         self.step_lr = checked_ratio(step_lr)
@@ -237,6 +240,14 @@ def change_family(net:nn.Module, family:str|type):
             setattr(layer, name, new.train(old.training))
     name_quantizers(net)
 
+# %% ../../nbs/train/3_learner.ipynb #e32ffa4a
+def check_quantized_for(net:nn.Module, target:str|None):
+    "Refuse a network that was quantized before with integers that the target does not have"
+    inputs = [l.input_quantizer for l in quantizable_layers(net).values() if steps_in(l)]
+    if target != 'tensorrt' or all(q.symmetric == HALF for q in inputs): return
+    raise ValueError("target='tensorrt': the network was quantized before, for 0..255. Start from the "
+                     "full-precision network, or quantize it with repq.quantize(net, 8, 8, target='tensorrt')")
+
 # %% ../../nbs/train/3_learner.ipynb #f2fd4987
 @patch
 def prepare(self:QAT):
@@ -244,7 +255,8 @@ def prepare(self:QAT):
     bits = list(self.plan.values())[-1]
     if not steps_of(self.net):
         return quantize(self.net, *bits, self.statistics, self.exceptions, self.family or 'lsq',
-                        self.start or 'batches')
+                        self.start or 'batches', self.target)
+    check_quantized_for(self.net, self.target)
     if self.statistics: set_statistics(self.net, self.statistics)
     if self.family: change_family(self.net, self.family)
     for m in self.net.modules():
