@@ -19,7 +19,7 @@ from ..tools.text_tables import html_table, text_table
 from ..quantization.layer import Quantizable, RepConv2d
 from ..quantization.bits import layers_of
 from ..quantization.network import check_batches, check_network, inputs_of, is_initialised, refuse_merged
-from ..quantization.network import computed_weight, is_inside, left_alone, products, unsupported_conv
+from ..quantization.wrapping import computed_weight, is_inside, left_alone, products, unsupported_conv
 from .costs import cost
 from .mixed_bits import Sensitivity
 
