@@ -24,7 +24,7 @@ from .costs import cost
 from .mixed_bits import Sensitivity
 
 # %% ../../nbs/models/5_inspection.ipynb #50754ef5
-def thinned(x:Tensor, limit:int=2**16)->Tensor:
+def thinned(x:Tensor, limit:int=2**18)->Tensor:
     "About `limit` numbers of a tensor, evenly spaced"
     return x.detach().flatten()[::max(1, x.numel()//limit)]
 

@@ -413,7 +413,8 @@ def tell_progress(
     batches,
     what:str,            # the name of the work
     total:int|None=None, # number of batches, if known
-    wait:float=5.        # seconds between messages
+    wait:float=5.,       # seconds between messages
+    unit:str='batches'   # what is counted
 ):
     "Pass batches on, and print how many there were if it takes long"
     begin = last = time.monotonic()
@@ -422,7 +423,7 @@ def tell_progress(
         now = time.monotonic()
         if i and now - last >= wait:
             of = f' of {total}' if total else ''
-            print(f'\r{what}: {i}{of} batches, {now - begin:.0f} s', end='', file=sys.stderr, flush=True)
+            print(f'\r{what}: {i}{of} {unit}, {now - begin:.0f} s', end='', file=sys.stderr, flush=True)
             last, said = now, True
         yield b
     if said: print(file=sys.stderr)
