@@ -810,7 +810,7 @@ def variance_errors(net:nn.Module, x)->dict: # layer name -> median relative err
 # %% ../../nbs/reproduce/3_training.ipynb #20da91ea
 DESCRIPTION = dict(
     task=str, model=str, block=str, strategy=str, statistics=str, bits=int, seed=int, settings=dict)
-LARGEST = dict(width=2, depth=4) # of a network; other numbers up to 1000
+LARGEST = dict(width=2, depth=4, strides=4) # of a network; other numbers up to 1000
 
 def check_description(path, run):
     "Refuse a file of weights whose description no run can have written"
@@ -826,7 +826,8 @@ def check_description(path, run):
         raise ValueError(f'{path} says network={network!r:.50}, expected a dictionary')
     sizes = network | {k: settings[k] for k in ('blocks', 'channels') if k in settings}
     for k, n in sizes.items():
-        if isinstance(n, (int, float)) and 0 <= n <= LARGEST.get(k, 1000): continue
+        numbers = n if k == 'strides' and isinstance(n, list) and len(n) == 5 else [n]
+        if all(isinstance(v, (int, float)) and 0 <= v <= LARGEST.get(k, 1000) for v in numbers): continue
         raise ValueError(f'{path} says {k}={n!r:.50}: no run makes such a network')
 
 # %% ../../nbs/reproduce/3_training.ipynb #20da91ed
