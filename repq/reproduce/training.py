@@ -11,7 +11,7 @@ __all__ = ['LARGEST_FILE', 'STAND_INS', 'PROBE_STEPS', 'KEPT', 'CHECKPOINT', 'OR
            'quantized_network', 'count_layers', 'described_network', 'parent_statistics', 'network_of', 'schedule',
            'nesterov_step', 'sgd', 'torch_adam_step', 'adam', 'origin', 'check_finite', 'Keeper', 'made_elsewhere',
            'Bfloat16', 'check_autocast', 'check_rates', 'qat_callback', 'fit', 'run_fit', 'Pilot', 'pilot_of', 'pilot',
-           'probe_metrics', 'probe_classifier', 'not_finite', 'check_metrics', 'store_weights', 'describe_training',
+           'probe_metrics', 'probe_classifier', 'not_finite', 'check_all_finite', 'store_weights', 'describe_training',
            'finish', 'variance_errors', 'check_description', 'TrainedNetwork', 'load_network', 'data_of']
 
 # %% ../../nbs/reproduce/3_training.ipynb #fad7283f
@@ -739,7 +739,7 @@ def not_finite(value, name:str='')->list[str]: # such as 'metrics.psnr.Set5 is n
     if isinstance(value, (list, tuple)): parts = enumerate(value)
     return [w for k, v in parts for w in not_finite(v, f'{name}.{k}' if name else str(k))]
 
-def check_metrics(metrics:dict):
+def check_all_finite(metrics:dict):
     "Raise if a metric is infinite or not a number"
     if wrong := not_finite(metrics, 'metrics'):
         raise FloatingPointError(f'{first_few(wrong)}: no result, so no record was written. '
@@ -771,7 +771,7 @@ def finish(
     **more              # for the record
 )->dict:
     "Write weights and record; the last thing a run does"
-    check_metrics(metrics)
+    check_all_finite(metrics)
     if keeper is None:
         keeper = Keeper(work)
         keeper.sessions = 1
