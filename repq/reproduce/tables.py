@@ -53,7 +53,7 @@ def missing_item(m:Measured, results:Results)->Item:
     quiet = expected and all(f.why in ('', NOT_RUN) for f in m.found.values())
     return Item(word_for(m), 'quiet', links[:1], '' if quiet else why, why)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #bc9e2fb2
+# %% ../../nbs/reproduce/13_tables.ipynb #8df86a90
 def our_item(m:Measured, results:Results, style='')->Item:
     "What we have at an address, as an item"
     if not m.values: return missing_item(m, results)
@@ -61,8 +61,10 @@ def our_item(m:Measured, results:Results, style='')->Item:
     notes = [f'{len(m.values)} of {len(m.found)} seeds; ' + '; '.join(m.why)] if m.why else []
     if len(m.processors) > 1:
         notes.append(f'the mean of {len(m.processors)} processors: ' + '; '.join(m.processors))
-    links = tuple(filter(None, (results.link(m.found[s]) for s in sorted(m.values))))
-    return Item(f'{text} ± {error}' if error else text, style, links, '; '.join(notes), details(m))
+    links = {s: results.link(m.found[s]) for s in sorted(m.values)}
+    links = {s: link for s, link in links.items() if link}
+    text += f' ± {error}' if error else ''
+    return Item(text, style, tuple(links.values()), '; '.join(notes), details(m), tuple(links))
 
 def details(m:Measured)->str:
     "What the record says beside the number"
@@ -103,7 +105,7 @@ def sets_words(metrics:dict)->str:
     return ('Ours: no benchmark sets in this profile, each column is a photograph that stands in: '
             f'{photographs}.')
 
-# %% ../../nbs/reproduce/13_tables.ipynb #e713b3e5
+# %% ../../nbs/reproduce/13_tables.ipynb #38318e73
 def time_words(metrics:dict)->str:
     "How the times of Table 4 were taken"
     shape = '×'.join(map(str, metrics['shape']))
@@ -124,7 +126,7 @@ def spread_words(number:str, measured:list)->list:
         text.append(f'One seed: ± is {one}')
     return text
 
-# %% ../../nbs/reproduce/13_tables.ipynb #cfad8cd6
+# %% ../../nbs/reproduce/13_tables.ipynb #a5dc5cca
 def not_begun(m:Measured)->bool:
     "Whether an address beyond the paper has no run yet"
     return m.cell.beyond and all(f.state == 'missing' and f.why == NOT_RUN for f in m.found.values())
@@ -140,7 +142,7 @@ def beyond_words(measured:list)->list:
     names = [f'{name} ({", ".join(where)})' if name in begun else name for name, where in waiting.items()]
     return text + [f'Beyond the paper and not run yet: {", ".join(names)}.']*bool(names)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #185603e5
+# %% ../../nbs/reproduce/13_tables.ipynb #9fd1b2a3
 def processor_words(measured:list)->list:
     "A sentence if the numbers of a table come from several processors"
     found = {}
@@ -181,7 +183,7 @@ def layout_of(number:str, places:dict)->Layout: # places: Address -> Measured
     ours_only = {c for c in columns if new(lambda a: a.column == c)} if number == '4' else set()
     return Layout(rows, columns, beyond, ours_only)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #2f6d3133
+# %% ../../nbs/reproduce/13_tables.ipynb #2bd312c3
 def styles_of(number:str, places:dict, layout:Layout)->dict: # ('ours' | 'paper', Address) -> style
     "Best and second best of each group and column"
     styles = {}
@@ -194,7 +196,7 @@ def styles_of(number:str, places:dict, layout:Layout)->dict: # ('ours' | 'paper'
             styles |= {('ours', a): s for a, s in ours.items()} | {('paper', a): s for a, s in paper.items()}
     return styles
 
-# %% ../../nbs/reproduce/13_tables.ipynb #bddd7da4
+# %% ../../nbs/reproduce/13_tables.ipynb #0d849019
 STUBS = {'2': ('Model', 'Method'), '3': ('Precision', 'Method'), '4': ('Block',),
          'side': ('Experiment', 'Value')}
 
@@ -214,7 +216,7 @@ def row_label(row:tuple, cell, layout:Layout)->tuple:
     if cell is not None and cell.row[-1] != label: label = f'{label}: {cell.row[-1]}'
     return (*row[:-1], label + (' †' if row in layout.beyond else ''))
 
-# %% ../../nbs/reproduce/13_tables.ipynb #963c745c
+# %% ../../nbs/reproduce/13_tables.ipynb #3e16b52f
 def results_table(number:str, results:Results)->Table:
     "Table 2, 3, 4 or the side experiments"
     places = {a: results.measured(a) for a in results.cells if a.table == number}
@@ -245,7 +247,7 @@ def stage_counts(results:Results, strategy:str)->dict: # column -> (runs that ha
         counts[f'{stage} Re-parametrized'] = sum(n > 0 for n in layers), len(layers)
     return counts
 
-# %% ../../nbs/reproduce/13_tables.ipynb #29a32417
+# %% ../../nbs/reproduce/13_tables.ipynb #5930f9c5
 def strategies_table(results:Results)->Table:
     "Table 1, from the layers that the runs had"
     columns, rows = list(PAPER['1']['Plain',]), []
@@ -280,7 +282,7 @@ def values_of(runs:list, name:str)->str:
     shown = dict.fromkeys(f'{v:g}' if isinstance(v, (int, float)) else str(v) for v in values)
     return ' or '.join(shown) or '–'
 
-# %% ../../nbs/reproduce/13_tables.ipynb #51d4f475
+# %% ../../nbs/reproduce/13_tables.ipynb #67e9d0ed
 def kind_of(run)->str: # 'fp' | 'merged8' | 'quantized' | 'ptq'
     "Which rows of Table S1 a run belongs to"
     if run.strategy == 'ptq': return 'ptq'
@@ -298,7 +300,7 @@ class RecipeRow(NamedTuple):
     def wants(self, run)->bool:
         return kind_of(run) in self.kinds and self.bits in (None, run.bits)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #20d62f03
+# %% ../../nbs/reproduce/13_tables.ipynb #22506612
 TRAINED = 'fp', 'merged8', 'quantized'
 
 def recipe_rows(recipe:dict)->list: # of RecipeRow
@@ -318,7 +320,7 @@ def recipe_rows(recipe:dict)->list: # of RecipeRow
             row('Quantized learning rate', 'lr_quantized', ('quantized',), 'lr'),
             row('Merged 8-bit learning rate', 'lr_merged8', ('merged8',), 'lr'), *steps]
 
-# %% ../../nbs/reproduce/13_tables.ipynb #7c979f80
+# %% ../../nbs/reproduce/13_tables.ipynb #5103c0e6
 def recipe_table(results:Results)->Table:
     "Table S1: the paper's hyper-parameters beside those of the profile's runs"
     columns = [(runs_of(results, key), recipe_rows(RECIPES[key])) for key in RECIPE_OF.values()]
@@ -355,7 +357,7 @@ def table(
         raise ValueError(f'the {profile} profile has no side experiments: choose cpu, gpu or paper')
     return make_table(name, results)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #e5f49cc2
+# %% ../../nbs/reproduce/13_tables.ipynb #61aa4b9b
 def all_tables(profile='smoke', root='results', seeds:int=None, results:Results=None)->list: # of Table
     "All tables that a profile has, in the paper's order"
     results = results or Results(profile, root, seeds)
@@ -374,7 +376,7 @@ def report_tables(results:Results)->list: # of Table
         return not_run, order.index(t.number)
     return sorted(all_tables(results=results), key=rank)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #98442c70
+# %% ../../nbs/reproduce/13_tables.ipynb #fe4795fd
 def __getattr__(name):
     homes = 'report', 'figures', 'html_page', 'verdicts', 'statements'
     return find_moved(__name__, name, [f'repq.reproduce.{home}' for home in homes])
