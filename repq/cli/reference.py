@@ -60,7 +60,7 @@ TABLE
 
 In evaluation all of them use running statistics. `Norm(..., statistics='batch')` overrides the choice for one
 norm. Blocks without norms do not use it.
-[Batch norm inside a block](algebra/2_statistics.ipynb) derives the rules.
+[Statistics inside a block](algebra/3_statistics.ipynb) derives the rules.
 """
 
 

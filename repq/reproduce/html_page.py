@@ -53,6 +53,7 @@ u{text-decoration-thickness:1px;text-underline-offset:3px}td sup{font-size:.7em;
 p.caption{color:var(--soft);font-size:.86rem;max-width:54rem}
 ul.notes{list-style:none;padding:0;margin:.2rem 0;color:var(--soft);font-size:.84rem;overflow-wrap:anywhere}
 #table-S1 td{white-space:normal;min-width:5.5rem}.facts{border:0}
+.summary{max-width:54rem;padding-left:1.1rem}.summary li{margin:.25rem 0}
 .facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}.facts th{color:var(--soft)}
 .verdict{display:inline-block;font-size:.78rem;font-weight:600;padding:.05rem .5rem;border-radius:99px;
 border:1px solid currentColor;white-space:nowrap}

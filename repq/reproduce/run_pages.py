@@ -15,6 +15,8 @@ STRATEGIES = dict(fp='full precision', plain='Plain', merged='Merged', repq='Rep
 STATISTICS = {'batch': 'batch statistics', 'estimate': 'estimated statistics',
               'sampled': 'sampled statistics',
               'calibrated': 'calibrated statistics', '1x1': 'statistics estimated for 1×1 branches only'}
+NAMES = dict(lr='learning rate', step_lr='learning rate of steps', macs='multiply-accumulate operations',
+             bit_ops='bit-operations')   # where a record's word is short
 METRIC = {'classification': ('accuracy', 'accuracy in %', 100), 'super-resolution': ('PSNR', 'PSNR in dB', 1)}
 
 
@@ -35,6 +37,9 @@ def run_title(spec:dict)->str:
     return ', '.join([*parts, f'seed {spec["seed"]}'])
 
 
+def show_name(name:str)->str: return NAMES.get(name, name.replace('_', ' '))
+
+
 def show_value(value)->str:
     "A value of a record in one line"
     if value is None: return ''
@@ -51,7 +56,7 @@ def spec_facts(record:dict)->list:
     parent = spec.get('parent')
     names = 'task', 'model', 'block', 'strategy', 'statistics', 'bits', 'seed'
     facts = [(name, show_value(spec[name])) for name in names]
-    facts += [(name.replace('_', ' '), show_value(value)) for name, value in spec['settings'].items()]
+    facts += [(show_name(name), show_value(value)) for name, value in spec['settings'].items()]
     if parent: facts.append(('starts from', id_of(parent, record['method'])))
     return facts + [('profile', record['profile']), ('METHOD', str(record['method']))]
 
@@ -74,7 +79,7 @@ def metric_facts(record:dict)->list:
         seconds = m['seconds'][name]['median']
         facts.append((name, f'{100*relative["median"]:.0f} % of the plain network, {seconds:.3g} s a step'))
     facts += [(f'layers, {name}', show_value(n)) for name, n in record.get('layers', {}).items()]
-    return facts + [(name.replace('_', '-'), show_value(n)) for name, n in record.get('cost', {}).items()]
+    return facts + [(show_name(name), show_value(n)) for name, n in record.get('cost', {}).items()]
 
 
 def curve_chart(title:str, curves:dict)->Chart: # curves: color -> [(epoch, value)]

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['steps_in', 'steps_of', 'params_of', 'home_group', 'separate_steps', 'StepRates', 'StepRatesFunc', 'is_whole',
            'checked_stage', 'checked_epoch', 'checked_plan', 'checked_exceptions', 'checked_family', 'checked_ratio',
-           'arguments_in_help', 'QAT', 'change_family', 'running_statistics', 'share_buffers', 'fit_for_qat',
-           'forget_best', 'cpu_distributed']
+           'arguments_in_help', 'QAT', 'change_family', 'check_quantized_for', 'running_statistics', 'share_buffers',
+           'fit_for_qat', 'forget_best', 'cpu_distributed']
 
 # %% ../../nbs/train/3_learner.ipynb #5ebe1284
 import math, warnings
@@ -23,10 +23,11 @@ from fastai.callback.tracker import TrackerCallback
 from fastai.optimizer import OptimWrapper
 from fastai.torch_core import get_model
 from ..algebra.statistics import STATISTICS, Calibration
-from ..quantization.lsq import STARTS, Quantizer, QuantizerState, families, make_quantizer, several_processes
+from ..quantization.lsq import HALF, STARTS, Quantizer, families, make_quantizer, several_processes
 from ..quantization.layer import Quantizable, RepConv2d, one_of
 from ..quantization.bits import layer_bits, set_mode
-from ..quantization.network import name_quantizers, quantizable_layers, quantize, set_bits, set_statistics
+from ..quantization.network import (check_target, name_quantizers, quantizable_layers, quantize, set_bits,
+                                       set_statistics)
 
 # %% ../../nbs/train/3_learner.ipynb #26aa62aa
 def steps_in(layer:Quantizable)->list:
@@ -244,7 +245,8 @@ class QAT(Callback):
         schedule:dict=None,      # instead of start_epoch: {epoch: bits, or (weight_bits, act_bits)} before the final
         step_lr:float=0.1,       # learning rate of steps, relative to that of the weights in their parameter group
         freeze_bn_epoch:int=None,# from this epoch on batch norms use their running statistics; None: never
-        start:str=None           # steps from several 'batches' or the 'first'; None: unchanged, 'batches' if there are none
+        start:str=None,          # steps from several 'batches' or the 'first'; None: unchanged, 'batches' if there are none
+        target:str=None          # 'tensorrt': 8 bits, 0..127 after a ReLU; see `quantize`
     ):
         final = checked_stage((weight_bits, act_bits), 'weight_bits and act_bits')
         self.plan = checked_plan(final, start_epoch, schedule)
@@ -252,6 +254,8 @@ class QAT(Callback):
         self.exceptions, self.family = checked_exceptions(exceptions), checked_family(family)
         self.step_lr = checked_ratio(step_lr)
         self.start = start if start is None else one_of(start, STARTS, 'start')
+        check_target(target, {'QAT': final})
+        self.target = target
         if freeze_bn_epoch is not None: checked_epoch(freeze_bn_epoch, 'freeze_bn_epoch')
         self.freeze_bn_epoch, self._learn, self.stage = freeze_bn_epoch, None, 0
 
@@ -274,12 +278,19 @@ def change_family(net:nn.Module, family):
     for layer in quantizable_layers(net).values():
         for name in ('weight_quantizer', 'input_quantizer') if steps_in(layer) else ():
             old = getattr(layer, name)
-            new = make_quantizer(family, bits=old.bits, signed=old.given, channels=old.channels,
+            new = make_quantizer(family, bits=old.bits, signed=old.fixed_sign, channels=old.channels,
                                  symmetric=old.symmetric, start=old.start)
             if type(new) is type(old): continue
             new.to(old.step).load_state_dict(old.state_dict())
             setattr(layer, name, new.train(old.training))
     name_quantizers(net)
+
+def check_quantized_for(net:nn.Module, target:str|None):
+    "Refuse a network that was quantized before with integers that the target does not have"
+    inputs = [l.input_quantizer for l in quantizable_layers(net).values() if steps_in(l)]
+    if target == 'tensorrt' and any(q.symmetric != HALF for q in inputs):
+        raise ValueError("target='tensorrt': the network was quantized before, for 0..255. Start from the full-precision network, "
+                         "or quantize it with repq.quantize(net, 8, 8, target='tensorrt')")
 
 @patch
 def prepare(self:QAT):
@@ -287,7 +298,8 @@ def prepare(self:QAT):
     bits = list(self.plan.values())[-1]
     if not steps_of(self.net):
         return quantize(self.net, *bits, self.statistics, self.exceptions, self.family or 'lsq',
-                        self.start or 'batches')
+                        self.start or 'batches', self.target)
+    check_quantized_for(self.net, self.target)
     if self.statistics: set_statistics(self.net, self.statistics)
     if self.family: change_family(self.net, self.family)
     for q in [m for m in self.net.modules() if isinstance(m, Quantizer)] if self.start else []: q.start = self.start
@@ -327,7 +339,7 @@ def share_buffers(net:nn.Module):
     "Give all processes the buffers of rank 0"
     for t in net.buffers(): dist.broadcast(t, 0)
     for m in net.modules():
-        if isinstance(m, (QuantizerState, Calibration)): m.load_state_dict(m.state_dict()) # they keep a copy of their state in Python
+        if isinstance(m, (Quantizer, Calibration)): m.load_state_dict(m.state_dict()) # they keep a copy of their state in Python
 
 def fit_for_qat(
     trainer # fastai's DistributedTrainer, changed before it wraps the model

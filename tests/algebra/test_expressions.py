@@ -97,8 +97,8 @@ def test_random_expressions(request):
 def test_the_proof_can_fail():
     "A merge rule with a mistake is caught: here the scale forgets the bias"
     class Forgetful(Scale):
-        def merge(self, signal=None, given=None):
-            k, used = super().merge(signal, given)
+        def merge(self, signal=None, reuse=None):
+            k, used = super().merge(signal, reuse)
             return Merged(Kernel(k.weight, k.bias - self.bias, k.groups), used)
     wrong = Forgetful(Conv(2, 2, 3), bias=True)
     nn.init.normal_(wrong.bias)
