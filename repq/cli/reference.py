@@ -14,9 +14,13 @@ FIRST = {
         'models.resnet18': "repq.models.resnet18(n_classes=10, block='acnet')",
         'models.ecbsr': "repq.models.ecbsr(blocks=4, channels=8, scale=2, block='ecb')",
         'convert': "repq.convert(timm.create_model('repvgg_a0', num_classes=10))",
+        'expand': "repq.expand(repq.models.resnet18(n_classes=10, block='plain'), block='acnet')",
         'load_official': 'repq.load_official(net, state_dict)'},
     'Quantize and train': {
         'ptq': 'int8 = repq.ptq(net, batches, weight_bits=8, act_bits=8)',
+        'inspect': 'repq.inspect(int8, batches)',
+        'sensitivity': 'measured = repq.sensitivity(net, dls.train, F.cross_entropy, n=2)',
+        'allocate': 'bits = repq.allocate(measured, size=200_000)',
         'quantize': "repq.quantize(net, weight_bits=4, act_bits=4, statistics='estimate')",
         'parameter_groups': 'torch.optim.SGD(repq.parameter_groups(net, lr=0.01, step_lr=0.001))',
         'QAT': 'Learner(dls, net, cbs=repq.QAT(weight_bits=4, act_bits=4))',
