@@ -169,7 +169,7 @@ def address_of(code):
 
 def link_names(text, up):
     "Prose in which pieces of code that are names lead to their explanation"
-    fixed = r'^(`{3,}|~{3,}).*?^\1\s*$|^#.*$|\[[^\]]*\]\([^)]*\)|<[^>]*>|``.+?``|\$\$.+?\$\$'
+    fixed = r'^(`{3,}|~{3,}).*?^\1\s*$|^#[^\n]*$|\[[^\]]*\]\([^)]*\)|<[^>]*>|``.+?``|\$\$.+?\$\$'
     out, last = [], 0
     def linked(m):
         address = address_of(m[1])
@@ -333,6 +333,7 @@ def process(path, live=True):
             describe_images(c, heading)
             c['outputs'] = list(map(listed, c['outputs']))
         c['source'] = as_lines(''.join(c['source']))
+    for i, c in enumerate(page['cells']): c['id'] = f'cell-{i}'
     return page
 
 def page_cells(cell, name, depth):
