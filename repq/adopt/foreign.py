@@ -29,8 +29,9 @@ from ..algebra.statistics import Calibration
 from ..algebra.branch import Branch, Conv, Fixed, Norm, Seq, Sum
 from ..quantization.layer import Quantizable, RepConv2d
 from ..quantization.bits import raise_bits
-from ..quantization.network import (LayerTracer, is_inside, module_of, plain_norm, quantizable_layers,
-                                       replace_module, simplify_norms, twin)
+from ..quantization.network import quantizable_layers
+from ..quantization.wrapping import LayerTracer, is_inside, module_of, plain_norm, replace_module
+from ..quantization.wrapping import simplify_norms, twin
 from .regions import (ARITHMETIC, SEVERAL_CALLS, Gain, Obstacle, Op, Region, conv_path,
                                 find_regions, read_conv, read_graph)
 

@@ -84,8 +84,8 @@ def check_target(
     if target != 'tensorrt': return
     for name, (w, a) in bits.items():
         if (w, a) in ((8, 8), FULL_PRECISION): continue
-        raise ValueError(f"{name or 'the layer'}: {w} and {a} bits, but TensorRT has 8-bit integers "
-                         'only: use weight_bits=8 and act_bits=8, or another target')
+        raise ValueError(f"{name or 'the layer'}: {w} and {a} bits, and TensorRT multiplies integers "
+                         'of 8 bits only: use weight_bits=8 and act_bits=8, or another target')
 
 # %% ../../nbs/quantization/5_network.ipynb #4e746d97
 def refuse_quantized(net:nn.Module):

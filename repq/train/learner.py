@@ -26,7 +26,8 @@ from ..algebra.statistics import STATISTICS, Calibration
 from ..quantization.lsq import HALF, STARTS, Quantizer, families, make_quantizer, several_processes
 from ..quantization.layer import Quantizable, RepConv2d, one_of
 from ..quantization.bits import layer_bits, set_mode
-from ..quantization.network import check_target, name_quantizers, quantizable_layers, quantize, set_bits, set_statistics
+from ..quantization.network import check_target, name_quantizers, quantizable_layers, quantize, set_bits
+from ..quantization.network import set_statistics
 
 # %% ../../nbs/train/3_learner.ipynb #26aa62aa
 def steps_in(layer:Quantizable)->list[nn.Parameter]:
@@ -245,8 +246,8 @@ def check_quantized_for(net:nn.Module, target:str|None):
     "Refuse a network that was quantized before with integers that the target does not have"
     inputs = [l.input_quantizer for l in quantizable_layers(net).values() if steps_in(l)]
     if target != 'tensorrt' or all(q.symmetric == HALF for q in inputs): return
-    raise ValueError("target='tensorrt': the network was quantized before, for 0..255. Start from the full-precision "
-                     "network, or quantize it with repq.quantize(net, 8, 8, target='tensorrt')")
+    raise ValueError("target='tensorrt': the network was quantized before, for 0..255. Start from "
+                     "the full-precision network, or quantize it with repq.quantize(net, 8, 8, target='tensorrt')")
 
 # %% ../../nbs/train/3_learner.ipynb #f2fd4987
 @patch
