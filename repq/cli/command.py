@@ -287,7 +287,8 @@ def run_reproduce(args)->int:
     "Make the runs behind the tables, print the tables, write the report"
     from repq.reproduce.driver import reproduce
     from repq.reproduce.runs import printable
-    from repq.reproduce.tables import all_tables, write_report, write_tables
+    from repq.reproduce.report import write_report, write_tables
+    from repq.reproduce.tables import all_tables
     if args.workers and args.scheduler: raise ValueError('--workers is for trainings on this machine, --scheduler for those of a cluster: give one of them')
     runs, store = batch_of(args)
     if args.dry_run: return list_runs(args, runs, store) or 0
@@ -350,11 +351,14 @@ def run_status(args)->int:
 
 def run_tables(args)->int:
     "Print tables and claims, or write them to files"
-    from repq.reproduce.tables import all_tables, claims, write_report, write_tables
+    from repq.reproduce.report import write_report, write_tables
+    from repq.reproduce.tables import all_tables
+    from repq.reproduce.verdicts import CHOSEN, claims
     wanted = [t for t in all_tables(args.profile, args.results, args.seeds) if not args.table or t.number in args.table]
     show = dict(text=str, markdown=lambda t: t.markdown(), html=lambda t: t.html(), latex=lambda t: t.latex())[args.format]
     for t in wanted: print(show(t), end='\n\n')
     if args.claims:
+        print(CHOSEN, end='\n\n')
         for v in claims(args.profile, args.results, args.seeds):
             print(f'{v.verdict:24}{v.claim}\n{"":24}{v.why}.' + ''.join(f'\n{"":24}- {n}' for n in v.notes))
             print(f'{"":24}In the paper: {v.paper}' + (f' ({v.paper_why})' if v.paper_why else ''))

@@ -141,6 +141,26 @@ static void find_rows(const Block *block, Int o, REAL *room, const REAL **rows)
   }
 }
 
+/* The memory of one thread: n numbers with the room for `find_rows` after them, and a row for each part.
+   Without memory `numbers` is null, and `failed`, which all threads share, is set. */
+typedef struct {
+  REAL *numbers;
+  const REAL **rows;
+} Memory;
+
+static Memory allocate(const Block *block, Int n, int *failed)
+{
+  Memory memory;
+  memory.numbers = malloc((n + transposed_size(block))*sizeof(REAL));
+  memory.rows = malloc(block->n_parts*sizeof(REAL*));
+  if (memory.numbers && memory.rows) return memory;
+  free(memory.numbers);
+  free(memory.rows);
+  #pragma omp atomic write
+  *failed = 1;
+  return (Memory){0};
+}
+
 static inline void prefetch(const REAL *start, Int n)
 {
   for (Int i = 0; i < n; i += LANES) __builtin_prefetch(start + i, 0, 2);
@@ -259,17 +279,12 @@ int forward(const Block *block, REAL *quantized, REAL *bias)
   int failed = 0;
   #pragma omp parallel num_threads(block->threads) if(block->threads > 1)
   {
-    REAL *merged = malloc((I + P + transposed_size(block))*sizeof(REAL));
-    const REAL **rows = malloc(P*sizeof(REAL*));
-    int ready = merged && rows;
-    if (!ready) {
-      #pragma omp atomic write
-      failed = 1;
-    }
+    Memory memory = allocate(block, I + P, &failed);
     #pragma omp for schedule(static)
     for (Int o = 0; o < block->out_channels; o++) {
-      if (!ready) continue;                    /* OpenMP wants every thread to reach this loop */
-      REAL *factors = merged + I, *room = factors + P;
+      if (!memory.numbers) continue;           /* OpenMP wants every thread to reach this loop */
+      REAL *merged = memory.numbers, *factors = merged + I, *room = factors + P;
+      const REAL **rows = memory.rows;
       REAL sum = 0, step = block->step[o];
       find_rows(block, o, room, rows);
       for (Int b = 0; b < P; b++) {
@@ -293,8 +308,8 @@ int forward(const Block *block, REAL *quantized, REAL *bias)
           for (Int i = 0; i < I; i++) quantized[(o*I + i)*K + k] = merged[i];
       }
     }
-    free(merged);
-    free(rows);
+    free(memory.numbers);
+    free(memory.rows);
   }
   return failed;
 }
@@ -501,17 +516,13 @@ int backward(const Block *block, const REAL *grad_quantized, const REAL *grad_bi
   int failed = 0;
   #pragma omp parallel num_threads(block->threads) if(block->threads > 1)
   {
-    REAL *grad_merged = malloc((2*K*I + 2*I + 3*P + transposed_size(block))*sizeof(REAL));
-    const REAL **rows = malloc(P*sizeof(REAL*));
-    int ready = grad_merged && rows;
-    if (!ready) {
-      #pragma omp atomic write
-      failed = 1;
-    }
+    Memory memory = allocate(block, 2*K*I + 2*I + 3*P, &failed);
     #pragma omp for schedule(static)
     for (Int o = 0; o < block->out_channels; o++) {
-      if (!ready) continue;                    /* OpenMP wants every thread to reach this loop */
-      REAL *transposed = grad_merged + K*I, *merged = transposed + K*I, *grad_tap = merged + I;
+      if (!memory.numbers) continue;           /* OpenMP wants every thread to reach this loop */
+      const REAL **rows = memory.rows;
+      REAL *grad_merged = memory.numbers, *transposed = grad_merged + K*I;
+      REAL *merged = transposed + K*I, *grad_tap = merged + I;
       REAL *factors = grad_tap + I, *inverse_std = factors + P, *dots = inverse_std + P, *room = dots + P;
       find_rows(block, o, room, rows);
       for (Int b = 0; b < P; b++) {
@@ -526,8 +537,8 @@ int backward(const Block *block, const REAL *grad_quantized, const REAL *grad_bi
         part_gradient(block, block->parts + b, block->part_taps + b*K, o, factors[b], inverse_std[b], dots[b],
                       grad_bias[o], grad_merged, rows[b], transposed);
     }
-    free(grad_merged);
-    free(rows);
+    free(memory.numbers);
+    free(memory.rows);
   }
   return failed;
 }

@@ -2,7 +2,7 @@
 import ctypes, hashlib, json, os, platform, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest, torch
-from repq.fast import native
+from repq.fast import merging, native
 from repq.tools.testing import assert_same
 
 ROOT = Path(__file__).parent.parent.parent
@@ -152,7 +152,7 @@ def test_other_structures_are_refused(which, change, monkeypatch):
     "Two fields of one type in another order, a field too few, a field too many"
     both = list(native.STRUCTURES[torch.float64])
     both[which] = type(both[which].__name__, (ctypes.Structure,), dict(_fields_=change(both[which]._fields_)))
-    monkeypatch.setitem(native.STRUCTURES, torch.float64, tuple(both))
+    monkeypatch.setitem(native.STRUCTURES, torch.float64, native.Structures(*both))
     with pytest.raises(RuntimeError, match='fields of C'): native.load(torch.float64)
 
 
@@ -209,9 +209,9 @@ def small_block():
     def leaf(*shape): return torch.randn(shape).requires_grad_()
     mean, var, step = leaf(8), torch.rand(8).add(.1).requires_grad_(), torch.rand(8).add(.1).requires_grad_()
     weights = leaf(8, 8, 3, 3), leaf(8, 8, 1, 1), None
-    parts = [native.Part(w, leaf(8), leaf(8), 1e-5, windows=mean) for w in weights]
+    parts = [merging.Part(w, leaf(8), leaf(8), 1e-5, windows=mean) for w in weights]
     leaves = [mean, var, step, *(t for p in parts for t in p[:3] if t is not None)]
-    return parts, var, step, native.Frame((3, 3), 1, -4, 3, .1, True), leaves
+    return parts, var, step, merging.Frame((3, 3), 1, -4, 3, .1, True), leaves
 
 
 @pytest.mark.parametrize('threads', [1, 2])
@@ -222,7 +222,7 @@ def test_no_memory(counted, threads):
     *block, leaves = small_block()
     def forward():
         asked.value = 0
-        return native.merge_quantize(*block)[:2]
+        return merging.merge_quantize(*block)[:2]
     def backward(results):
         asked.value = 0
         return torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], retain_graph=True)
@@ -244,8 +244,9 @@ def test_no_memory(counted, threads):
 
 MERGE_ALL = """
 import itertools, sys, torch
-from repq.fast import native
-from repq.fast.native import Frame, Part, c_block, call, library, merge_quantize
+from repq.fast import merging, native
+from repq.fast.native import library
+from repq.fast.merging import Frame, Part, c_block, call, merge_quantize
 
 def leaf(*shape, dtype): return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
 def positive(n, dtype): return torch.rand(n, dtype=torch.float64).add(.1).to(dtype).requires_grad_()
