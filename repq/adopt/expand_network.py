@@ -74,12 +74,13 @@ def put_kernel(
     bias:Tensor|None  # (out,)
 ):
     "Let a main branch compute a given convolution"
-    inner, length = innermost(part), weight.flatten(1).norm(dim=1)
+    inner, length, learns = innermost(part), weight.flatten(1).norm(dim=1), weight.requires_grad
     if isinstance(part, Scale):
         is_unit = isinstance(part.child, WeightNorm)
         part.scale.copy_(length if is_unit else torch.ones_like(length))
         if is_unit: weight = torch.where((length > 0)[:, None, None, None], weight, inner.weight)
     inner.weight.copy_(weight)
+    inner.weight.requires_grad_(learns)
     owner = part if isinstance(part, Scale) else inner
     if bias is not None: owner.bias = nn.Parameter(bias.clone())
     else: zero(owner.bias)
@@ -185,11 +186,12 @@ def merged_kernel(layer:RepConv2d)->tuple[Tensor, Tensor]: # weight, bias
 
 # %% ../../nbs/adopt/4_expand_network.ipynb #da6bb332
 def expand_layer(
-    old:RepConv2d, # a convolution, with or without a norm after it
+    old:RepConv2d, # a convolution, with or without a norm after it; not changed
     make           # (in_channels, out_channels, kernel_size, stride, groups) -> RepConv2d
-)->RepConv2d: # takes over the norm of `old`
+)->RepConv2d:
     "A block that computes what a convolution computes"
     weight, bias = merged_kernel(old)
+    old = copy.deepcopy(old)   # a block that does not fit leaves no trace
     new, norm = make_like(old, make), old.after
     check_norm(new, norm)
     start = {Sum: start_sum, Seq: start_sequence}.get(type(new.branch))

@@ -410,6 +410,28 @@ def test_control_flow_and_averaged_statistics():
     assert new.expansion.step.plain > 0 and all(n.bn.momentum is None for n in new[0].norms())
 
 
+def test_a_layer_that_does_not_fit_stays_as_it_is():
+    "Its bias and running statistics too"
+    def only_without_stride(i, o, k, stride, groups):
+        if stride == (1, 1): return repq.blocks.acnet(i, o, k, stride, groups)
+        return RepConv2d(Sum(Norm(Seq(Conv(i, o, 1), Conv(o, o, k))), Norm(Conv(i, o, 1))), stride)
+    net, x = tame(small()).eval(), torch.randn(2, 3, 8, 8)
+    new = repq.expand(net, only_without_stride)
+    assert list(new.expansion.expanded) == ['0', '3'] and 'single convolution' in new.expansion.left['6']
+    assert new[6].branch.bias is not None and torch.equal(new[6].after.running_mean, net[7].running_mean)
+    assert_same(new(x), net(x), 1e-5)
+
+
+@pytest.mark.parametrize('block', ['acnet', 'orepa', 'diracnet'])
+def test_frozen_weights_stay_frozen(block):
+    net = small().requires_grad_(False)
+    new = repq.expand(net, block)
+    for name in new.expansion.expanded:
+        layer = new.get_submodule(name)
+        frozen = [n for n, p in layer.named_parameters() if not p.requires_grad]
+        assert len(frozen) == 3 and any(p.requires_grad for p in layer.parameters())   # weight, gamma, beta
+
+
 def test_norm_inside_the_weight_alone():
     "A sum of one branch: the norm moves into the weight, nothing is added"
     def folded(i, o, k, stride, groups): return RepConv2d(Sum(Norm(Conv(i, o, k, groups))), stride)
