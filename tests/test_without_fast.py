@@ -16,10 +16,14 @@ RUN = """if True:
 
 def test_rooms_without_fast(tmp_path, request):
     slow = request.config.getoption('--slow')
-    rooms = 'algebra quantization models'.split() + ('tools adopt train deploy reproduce cli'.split() if slow else [])
+    rooms = 'algebra quantization models'.split() + ('tools adopt train deploy reproduce cli'.split()
+                                                     if slow else [])
     shutil.copytree(ROOT/'repq', tmp_path/'repq', ignore=shutil.ignore_patterns('fast', '__pycache__'))
-    for folder in ('tests', 'nbs', 'results'): (tmp_path/folder).symlink_to(ROOT/folder) if folder != 'tests' else shutil.copytree(ROOT/folder, tmp_path/folder)
-    for name in ('settings.ini', 'setup.py', 'CONTRIBUTING.md', 'README.md'): shutil.copy(ROOT/name, tmp_path/name)
+    for folder in ('tests', 'nbs', 'results'):
+        (tmp_path/folder).symlink_to(ROOT/folder) if folder != 'tests' else shutil.copytree(ROOT/folder,
+                                                                                            tmp_path/folder)
+    for name in ('settings.ini', 'setup.py', 'CONTRIBUTING.md', 'README.md'):
+        shutil.copy(ROOT/name, tmp_path/name)
     env = os.environ | dict(PYTHONPATH=str(tmp_path), OMP_NUM_THREADS='1')
     env = {k: v for k, v in env.items() if not k.startswith(('PYTEST_', 'REPQ_PROVEN'))}
     done = subprocess.run([sys.executable, '-c', RUN, str(tmp_path), *(f'tests/{room}' for room in rooms)], cwd=tmp_path, env=env,

@@ -8,8 +8,10 @@ from repq.quantization.lsq import LSQ
 from repq.tools.registry import use_path
 from repq.tools.testing import assert_same
 
-needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='no C++ compiler for torch.compile')
-RANGES = [(bits, signed, symmetric) for bits in range(2, 9) for signed, symmetric in ((False, False), (True, False), (True, True))]
+needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')),
+                                    reason='no C++ compiler for torch.compile')
+RANGES = [(bits, signed, symmetric) for bits in range(2, 9) for signed,
+          symmetric in ((False, False), (True, False), (True, True))]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,9 @@ def test_paths_agree():
             x = (x if signed else x.relu()).to(dtype).requires_grad_()
             q, g, found = LSQ(bits, signed, channels, grad_scale=False), torch.randn(shape).to(dtype), []
             q(x.detach())
-            with torch.no_grad(): x.view(-1)[:9] = ((torch.arange(9) - 3)/2*q.step.detach().view(-1)[0]).to(dtype) # ties
+            # ties
+            with torch.no_grad():
+                x.view(-1)[:9] = ((torch.arange(9) - 3)/2*q.step.detach().view(-1)[0]).to(dtype)
             for path in ('simple', 'fused', 'compiled'):
                 with use_path(path):
                     y = q(x)
@@ -63,7 +67,8 @@ def test_paths_agree():
             y, dx, ds = found[0]
             for y2, dx2, ds2 in found[1:]:
                 assert y.equal(y2) and dx.equal(dx2)
-                assert_same(ds2, ds, 1e-4, scale=math.sqrt(x.numel())) # its usual size, for independent gradients
+                # its usual size, for independent gradients
+                assert_same(ds2, ds, 1e-4, scale=math.sqrt(x.numel()))
     assert not FORMULAS.failed
 
 
@@ -74,7 +79,8 @@ def test_compiles_once_for_all_shapes_and_ranges():
         for i, (bits, signed, symmetric) in enumerate(RANGES):
             q = LSQ(bits, signed, None, symmetric)
             q.set_step(.1, signed)
-            for shape in ((7, 11), (40 + i,), (2, 3, 4, 5 + i)): q(torch.rand(shape, requires_grad=True)).sum().backward()
+            for shape in ((7, 11), (40 + i,), (2, 3, 4, 5 + i)):
+                q(torch.rand(shape, requires_grad=True)).sum().backward()
             if i == 0: count = graphs() # forward and backward, unless an earlier test had them
         q(nn.Parameter(torch.rand(4, 6))), q(torch.rand(4, 6)[:, :3])
         with torch.no_grad(): q(torch.rand(7, 13))
@@ -109,7 +115,8 @@ def test_speed():
     q(x)
     def run(quantize, path):
         with use_path(path): torch.autograd.grad(quantize(x), (x, q.step), g)
-    paths = dict(naive=lambda: run(lambda x: naive_lsq(x, q.step, -8, 7), 'simple'), eager=lambda: run(q, 'fused'), compiled=lambda: run(q, 'compiled'))
+    paths = dict(naive=lambda: run(lambda x: naive_lsq(x, q.step, -8, 7), 'simple'),
+                 eager=lambda: run(q, 'fused'), compiled=lambda: run(q, 'compiled'))
     times = {name: [] for name in paths}
     for i in range(14):
         for name, f in paths.items():
