@@ -47,7 +47,7 @@ def seed(): torch.manual_seed(0)
 
 @pytest.fixture
 def below_2_gb():
-    "Fails a test after which this process has needed more than 2 GB, or 0.25 GB more than the tests before it"
+    "Fail if this process has needed more than 2 GB, or 0.25 GB more than before the test"
     def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**20
     before = peak()
     yield

@@ -47,7 +47,7 @@ class Progress:
         end = f'{time.time() - self.start:.0f} s' if exc[0] is None else 'stopped'
         print(f'{self.what}: {end}', file=sys.stderr, flush=True)
 
-# %% ../../nbs/cli/1_command.ipynb #0883462d
+# %% ../../nbs/cli/1_command.ipynb #27b7a148
 def bench_command(args, what:str)->str:
     "The command that repeats a measurement, without the folder"
     words, kept = args.words[2:], []
@@ -73,7 +73,7 @@ def record_name(args, what:str, name:str, keep:bool)->str:
         options.append('keep-memory' if args.keep_memory else 'page-faults')
     return '-'.join([name, *options])
 
-# %% ../../nbs/cli/1_command.ipynb #eb9a2ada
+# %% ../../nbs/cli/1_command.ipynb #c482c9c2
 def add_note(args, table):
     "Note in a table that its numbers should not be quoted"
     note = ''
@@ -86,7 +86,7 @@ def show_table(title:str, table):
     hidden = [c for c in ('page faults', 'setting') if c in table]
     print(f'{title}\n{table.drop(columns=hidden).round(3).to_string(na_rep="")}')
 
-# %% ../../nbs/cli/1_command.ipynb #ae1db462
+# %% ../../nbs/cli/1_command.ipynb #01fa9034
 def measured(
     args, what:str,   # subcommand
     name:str,         # of the record
@@ -142,7 +142,7 @@ def bench_quantizers(args)->int:
     draw(args, record['name'], bar_figure([record], labels))
     return 0
 
-# %% ../../nbs/cli/1_command.ipynb #3718374f
+# %% ../../nbs/cli/1_command.ipynb #f5f34965
 def bench_deployed(args)->int:
     "Measure ONNX files, print a table, save it with a picture"
     from repq.bench.cases import bench_deploy
@@ -171,7 +171,7 @@ def settings_of(args)->list: # of Setting
     usual = 'repvgg' if given.get('model', '').startswith('repvgg') else 'acnet'
     return [Setting(**dict(block=usual) | quick | given)]
 
-# %% ../../nbs/cli/1_command.ipynb #4933ca3f
+# %% ../../nbs/cli/1_command.ipynb #217cbfd0
 def bench_settings(args, what:str, measure, **figure)->int: # exit status
     "Measure all settings, each into a record of its own, and draw them together"
     from repq.bench.timing import bar_figure, targets_markdown
@@ -188,7 +188,7 @@ def bench_settings(args, what:str, measure, **figure)->int: # exit status
     draw(args, name, bar_figure(records, **figure))
     return 0
 
-# %% ../../nbs/cli/1_command.ipynb #95feeab4
+# %% ../../nbs/cli/1_command.ipynb #7ebef658
 def bench_steps(args)->int:
     "Measure training steps"
     from repq.bench.cases import bench_step
@@ -251,7 +251,7 @@ BENCH_EXAMPLES = '''examples:
   repq bench step --block repvgg --size 64        one setting of your own
   repq bench growth --axis branches               one curve'''
 
-# %% ../../nbs/cli/1_command.ipynb #6c63dc2b
+# %% ../../nbs/cli/1_command.ipynb #f8fda144
 PLAIN_TEXT = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
 
 def add_bench(commands, style)->dict: # name -> parser
@@ -269,7 +269,7 @@ def add_bench(commands, style)->dict: # name -> parser
         found[name].set_defaults(run=run)
     return found
 
-# %% ../../nbs/cli/1_command.ipynb #771eb3e5
+# %% ../../nbs/cli/1_command.ipynb #f076be1f
 def add_common_options(p, rounds:bool=True): # rounds: whether the number of rounds matters
     "Add the options of every measurement"
     from repq.tools.registry import PATHS
@@ -306,14 +306,14 @@ def add_bench_options(found:dict): # name -> parser
     p.add_argument('--width', type=fraction, metavar='W',
                    help='multiplies the channels of the network (default: 0.5)')
 
-# %% ../../nbs/cli/1_command.ipynb #2ea1f5fc
+# %% ../../nbs/cli/1_command.ipynb #35da6247
 def add_setting_options(p):
     "Add the options that describe a network and its batch"
     p.add_argument('--model', choices=('resnet18', 'repvgg_a0', 'repvgg_b0'),
                    help='network (default: resnet18)')
     p.add_argument('--block', metavar='BLOCK',
-                   help='of the re-parametrized network, any of repq.blocks.BLOCKS: acnet, orepa, repvgg, dbb, '
-                        'mobileone, ... (default: acnet, for RepVGG repvgg)')
+                   help='of the re-parametrized network, any of repq.blocks.BLOCKS: acnet, orepa, repvgg, '
+                        'dbb, mobileone, ... (default: acnet, for RepVGG repvgg)')
     p.add_argument('--size', type=up_to(4096), metavar='N', help='height and width (default: 128)')
     p.add_argument('--batch', type=up_to(4096), metavar='N', help='images in a batch (default: 16)')
     p.add_argument('--width', type=fraction, metavar='W',
@@ -350,7 +350,7 @@ def load_source(args)->tuple: # network, settings of its run, batches of validat
     if not batches: raise ValueError(f'{args.source} describes data without a single batch')
     return net, run, batches
 
-# %% ../../nbs/cli/1_command.ipynb #379556e0
+# %% ../../nbs/cli/1_command.ipynb #265f38df
 def export_source(args)->int: # exit status
     "Export a trained network, and compare the file with it"
     import tempfile
@@ -374,7 +374,7 @@ def export_source(args)->int: # exit status
     print('certificate:', report.save(path.with_suffix('.json')) or path.with_suffix('.json'))
     return 0 if report.ok else 1
 
-# %% ../../nbs/cli/1_command.ipynb #3e89ce28
+# %% ../../nbs/cli/1_command.ipynb #40e6463c
 def add_export(commands, style):
     "Add the command for ONNX"
     p = commands.add_parser('export', help='a trained network as ONNX, with a certificate', **style)
@@ -412,7 +412,7 @@ def list_runs(args, runs, store):
     by_table = runs_by_table(args.profile, args.table, args.seeds, args.steps)
     print('\n' + summary(by_table, estimates, done, args.workers or usual_workers(args.profile)))
 
-# %% ../../nbs/cli/1_command.ipynb #01730fba
+# %% ../../nbs/cli/1_command.ipynb #d66bf59a
 def run_reproduce(args)->int:
     "Make the runs behind the tables, print the tables, write the report"
     from repq.reproduce.driver import reproduce
@@ -438,7 +438,7 @@ def run_reproduce(args)->int:
     print(f'Report: {report.now()}')
     return 1 if failed else 0
 
-# %% ../../nbs/cli/1_command.ipynb #1bdcc880
+# %% ../../nbs/cli/1_command.ipynb #ff4628b9
 def report_failures(outcomes, store)->int: # how many failed
     "Print the runs without a result, and why"
     from repq.reproduce.runs import printable
@@ -500,7 +500,7 @@ def run_status(args)->int:
     print(f'{args.profile}: {len(runs)} runs: {counts}')
     return 1 if {'failed', 'corrupt'} & set(states) else 0
 
-# %% ../../nbs/cli/1_command.ipynb #17123289
+# %% ../../nbs/cli/1_command.ipynb #3a2809c0
 def show_claim(verdict):
     "Print a claim of the paper, our verdict, and that of the paper's own numbers"
     v, indent = verdict, ' '*24
@@ -542,7 +542,7 @@ def run_verify(args)->int:
     print(f'{n} records: ' + ', '.join(f'{counts[s]} {s}' for s in ('done', 'differs', 'unverified')))
     return 1 if counts['differs'] else 0
 
-# %% ../../nbs/cli/1_command.ipynb #590e4c3d
+# %% ../../nbs/cli/1_command.ipynb #16065d16
 VERIFY = '''Compute again what records say, as far as that takes seconds: the losses of the first steps of
 each training, from its start or from the weights of its parent, and the metric of its stored weights on
 1,000 fixed images (super-resolution: the first test set).
@@ -559,7 +559,7 @@ VERIFY_EXAMPLES = '''examples:
   repq verify --profile cpu --sample 5 five records, always the same ones
   repq verify --id ecbsr-ecb-repq      those with this in their name'''
 
-# %% ../../nbs/cli/1_command.ipynb #95af571f
+# %% ../../nbs/cli/1_command.ipynb #766b3b51
 def show_tolerances()->str: # such as 'losses 1 %, PSNR 0.001 dB'
     "What `verify` allows on another machine, in words"
     from repq.reproduce.verify import TOLERANCE
@@ -588,7 +588,7 @@ def add_results_option(p):
     p.add_argument('--results', type=results_folder, default='results', metavar='FOLDER',
                    help='where results are (default: results)')
 
-# %% ../../nbs/cli/1_command.ipynb #f018d2e5
+# %% ../../nbs/cli/1_command.ipynb #9084bf37
 def add_runs_command(commands, name:str, run, help:str, **kwargs): # parser
     "Add a command with the options that select runs"
     from repq.reproduce.runs import MOST_SEEDS, PROFILES, SEEDS, TABLES
@@ -613,14 +613,15 @@ def add_reproduction(commands, style):
     p.add_argument('--workers', type=up_to(1000), metavar='W', help='trainings at a time on this machine '
                    '(default: the number of cores; for gpu and paper 1, which has its first GPU)')
     p.add_argument('--scheduler', type=given_text, metavar='ADDRESS',
-                   help='of a Dask scheduler, such as tcp://host:8786: its workers do the trainings. They need '
-                        'the same folder of results. For gpu and paper start a worker for each GPU: '
+                   help='of a Dask scheduler, such as tcp://host:8786: its workers do the trainings. They '
+                        'need the same folder of results. For gpu and paper start a worker for each GPU: '
                         'CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS --nthreads 1 --resources GPU=1, '
                         'then 1, 2, ...')
     p.add_argument('--steps', type=up_to(10**9), metavar='N',
                    help='stop each training after N steps, to see whether it starts')
     p.add_argument('--dry-run', action='store_true',
-                   help='list the runs and their settings, say about how long each table takes, and do nothing')
+                   help='list the runs and their settings, say about how long each table takes, and do '
+                        'nothing')
     p = add_runs_command(commands, 'status', run_status, 'how far the runs are')
     p.add_argument('--all', action='store_true', help='list finished and missing runs too')
     p = add_runs_command(commands, 'tables', run_tables, 'show tables and claims from the results')
@@ -644,7 +645,7 @@ def up_to(most:int): # function of a text
         raise argparse.ArgumentTypeError(f'a whole number from 1 to {most:,} is needed, got {text[:40]!r}')
     return number
 
-# %% ../../nbs/cli/1_command.ipynb #a1105e66
+# %% ../../nbs/cli/1_command.ipynb #15ed8380
 def shown(text:str)->str:
     "A message without characters that control a terminal"
     return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:2000]

@@ -1,6 +1,5 @@
 "Measurements: how rows are composed and judged, what is recorded, and the commands in tiny settings"
 import builtins, copy, json, re, time, warnings
-from pathlib import Path
 import pandas as pd
 import pytest, torch
 from torch import nn
@@ -14,7 +13,8 @@ from repq.cli.command import ABOUT, main
 from repq.algebra.branch import Conv, Norm, Seq
 from repq.quantization.layer import RepConv2d
 from repq.bench.timing import (allocated_bytes, interleaved, judge, make_record, measured_where, read_bench,
-                               record_markdown, relative, save_bench, saved_bytes, summarize, targets_markdown)
+                               record_markdown, relative, save_bench, saved_bytes, summarize,
+                               targets_markdown)
 from repq.algebra.statistics import interval
 from repq.reproduce.evidence import paper_times
 
@@ -134,7 +134,9 @@ def test_products_in_bfloat16_are_those_of_the_rows_that_say_so(monkeypatch):
                                          torch.randint(10, (2,))), [], norm.output_moments
     monkeypatch.setattr(norm, 'output_moments', lambda signal, kernel,
                         dtype=None: seen.append(dtype) or count(signal, kernel, dtype))
-    for name, dtype in {'QAT RepQ-BN, bfloat16': torch.bfloat16, 'QAT RepQ-sampled, bfloat16': torch.bfloat16, 'QAT RepQ-BN': None}.items():
+    half = torch.bfloat16
+    types = {'QAT RepQ-BN, bfloat16': half, 'QAT RepQ-sampled, bfloat16': half, 'QAT RepQ-BN': None}
+    for name, dtype in types.items():
         seen.clear()
         steps[name][name]()
         assert seen == [dtype]*6, 'two norms in each of three blocks'
@@ -143,7 +145,7 @@ def test_products_in_bfloat16_are_those_of_the_rows_that_say_so(monkeypatch):
 
 
 def test_full_precision_is_trained_as_its_authors_do():
-    "Branches where a norm needs them, one merged kernel where none does; `repq reproduce` trains the same way"
+    "Branches if a norm needs them, else one merged kernel; `repq reproduce` trains the same way"
     from repq.reproduce.training import full_precision_network
     def modes(net):
         return {n: l.mode for n, l in net.named_modules() if isinstance(l, RepConv2d)
@@ -165,13 +167,13 @@ def counted(branch, x, **kwargs):
 
 
 def test_operations_by_hand():
-    "Two pictures of 8 channels at 6×6; a 3×3 convolution to 8 channels, three times: forward, by input (for the quantizer's step) and by weight"
+    "A 3×3 convolution of two 6×6 images, 8 to 8 channels, three times: forward, by input and by weight"
     x = torch.randn(2, 8, 6, 6)
     c = 2*6*6 * 8*8 * 9
     assert counted(Conv(8, 8, 3), x) == 3*c
-    assert counted(Conv(8, 8, 3), x, stride=2) == 3*c//4, 'PyTorch itself counts 4 times too much for the weight of 4 groups'
-    assert counted(Conv(8, 8, 3, groups=4), x) == 3*c//4, 'PyTorch itself counts 4 times too much for the weight of 4 groups'
-    assert counted(Norm(Conv(8, 8, 3)), x) == 3*c + 2*c, 'exact statistics: forward and by weight, the picture has no gradient'
+    assert counted(Conv(8, 8, 3), x, stride=2) == 3*c//4
+    assert counted(Conv(8, 8, 3, groups=4), x) == 3*c//4, 'PyTorch counts 4 times too much for the weight'
+    assert counted(Norm(Conv(8, 8, 3)), x) == 3*c + 2*c, 'exact statistics: forward and by weight'
     assert counted(Norm(Conv(8, 8, 3)), x, statistics='estimate') == 3*c
     merge = 8*8*8 * 9 # a 1×1 convolution into a 3×3, as a matrix product
     assert counted(Seq(Conv(8, 8, 1), Conv(8, 8, 3)),
@@ -181,7 +183,7 @@ def test_operations_by_hand():
 
 
 def test_operations_of_steps(monkeypatch):
-    "The counts of the table: relative to plain of the same stage, calibrated composed like its time, counted when all is measured"
+    "Counts relative to plain of the same stage, composed like times, taken when all is measured"
     when, timed = [], bench.interleaved
     monkeypatch.setattr(bench, 'interleaved', lambda *args,
                         **kwargs: (timed(*args, **kwargs), when.append('timed'))[0])
@@ -194,11 +196,15 @@ def test_operations_of_steps(monkeypatch):
     assert when == ['timed'] + ['counted']*(len(t) - 3), 'one step for each part, none for the composed rows'
     c, linear = 2*6*6 * 8*8 * 9, 3*2*8*10
     plain = 6*c + linear
-    assert t.operations['QAT Plain'] == t.operations['QAT Plain, contiguous'] == t.operations['FP Plain'] == t.operations['QAT RepQ-BNEst'] == 1
-    assert t.operations['FP Re-parametrized'] == pytest.approx((2*5*c + linear)/(5*c + linear)), 'the first layer has no gradient of its input'
-    assert t.operations['QAT RepQ-BN'] == pytest.approx((plain + 2*5*c)/plain), 'a convolution for each of two norms, in the first layer without the gradient of the picture'
-    assert t.operations['QAT RepQ-calibrated'] == pytest.approx((31*t.operations[ORDINARY] + t.operations[MEASURING])/32)
-    assert t.operations[MEASURING] - t.operations[ORDINARY] == pytest.approx(4*c/plain), 'four convolutions more, forward only'
+    count = t.operations
+    assert (count[['QAT Plain', 'QAT Plain, contiguous', 'FP Plain', 'QAT RepQ-BNEst']] == 1).all()
+    # the first layer has no gradient of its input
+    assert count['FP Re-parametrized'] == pytest.approx((2*5*c + linear)/(5*c + linear))
+    # a convolution for each of two norms, in the first layer without the gradient of the image
+    assert count['QAT RepQ-BN'] == pytest.approx((plain + 2*5*c)/plain)
+    assert count['QAT RepQ-calibrated'] == pytest.approx((31*count[ORDINARY] + count[MEASURING])/32)
+    more = count[MEASURING] - count[ORDINARY]
+    assert more == pytest.approx(4*c/plain), 'four convolutions more, forward only'
 
 
 # -- targets
@@ -328,7 +334,8 @@ def test_pages_say_what_was_measured():
     t.attrs.update(title='A network', baseline={'QAT': 'channels-last'}, notes=['compiling failed'])
     record = make_record(judge(t, {'QAT RepQ-BNEst': (1.1, 1.)}, t.relative), 'step-a', 'repq bench step')
     text = targets_markdown([record])
-    assert text.splitlines()[2] == '| A network | RepQ-BNEst | 105.2 | 1.050 | 1.040 | 1.060 | 1.100 | 1.000 | must | channels-last |'
+    numbers = '105.2 | 1.050 | 1.040 | 1.060 | 1.100 | 1.000'
+    assert text.splitlines()[2] == f'| A network | RepQ-BNEst | {numbers} | must | channels-last |'
     assert len(text.splitlines()) == 3
     assert all(words in record_markdown(record) for words in ('QAT Plain is channels-last',
                                                               'compiling failed', '`repq bench step`',
@@ -358,12 +365,13 @@ def test_help(what, capsys):
     assert main(['bench', *([what] if what else []), '--help']) == 0
     out = capsys.readouterr().out
     assert 'quick' in out
-    assert (all(w in out for w in ABOUT) if what is None else all(o in out
-                                                                  for o in ('--rounds' if what != 'memory' else '--batch', '--path', '--no-keep-memory', '--out')))
+    options = ['--rounds' if what != 'memory' else '--batch', '--path', '--no-keep-memory', '--out']
+    for word in ABOUT if what is None else options: assert word in out
 
 
 @pytest.mark.parametrize('words, said', [
-    (['step', '--layout', 'nhwc'], 'invalid choice'), (['growth', '--axis', 'depth'], 'invalid choice'), (['step', '--width', '0'], 'a number above 0 is needed'), (['nothing'], 'invalid choice')])
+    (['step', '--layout', 'nhwc'], 'invalid choice'), (['growth', '--axis', 'depth'], 'invalid choice'),
+    (['step', '--width', '0'], 'a number above 0 is needed'), (['nothing'], 'invalid choice')])
 def test_wrong_usage(words, said, capsys):
     assert main(['bench', *words]) == 2 and said in capsys.readouterr().err
 
@@ -383,7 +391,8 @@ def test_all_writes_everything(monkeypatch, tmp_path, capsys):
     threads, path = torch.get_num_threads(), Seam.path
     assert main(['bench', 'all', '--quick', '--path', 'simple', '--rounds', '1', '--out', str(tmp_path)]) == 0
     names = [f'{kind}-resnet18-{block}-32-4-w0.125-simple' for kind in ('step', 'memory')
-             for block in ('acnet', 'orepa')] + ['quantizer', 'deploy', 'growth-size-simple', 'growth-branches-simple']
+             for block in ('acnet', 'orepa')]
+    names += ['quantizer', 'deploy', 'growth-size-simple', 'growth-branches-simple']
     assert {p.stem for p in tmp_path.glob('*.json')} == set(names)
     assert {p.stem for p in tmp_path.glob('*.png')} == {'quantizer', 'deploy', 'step-simple', 'memory-simple',
                                                         'growth-simple'}
@@ -394,7 +403,8 @@ def test_all_writes_everything(monkeypatch, tmp_path, capsys):
         assert r['conditions']['threads'] == 1 and r['rows'] and any('mean nothing' in n for n in r['notes'])
         assert kind == 'memory' or r['rounds']
     out, err = capsys.readouterr()
-    assert sum('operations' in line and 'relative' in line for line in out.splitlines()) == 4, 'two tables of steps, two of growth'
+    heads = [line for line in out.splitlines() if 'operations' in line and 'relative' in line]
+    assert len(heads) == 4, 'two tables of steps, two of growth'
     assert [line.split(':')[0] for line in err.splitlines() if re.search(r': \d+ s$', line)] == ['quantizer',
                                                                                                  'deploy',
                                                                                                  'memory',

@@ -33,10 +33,10 @@ def step(layer, x, path):
     with use_path(path):
         y = layer(x)
         y.pow(3).mean().backward()
-    assert paths_taken() == {'fused': 0, 'compiled': 0,
-                             'simple': 0} | {path: 1}, 'not in silence by another way'
-    return y.detach(), {'x': x.grad} | {n: p.grad for n,
-                                        p in layer.named_parameters() if p.grad is not None}, dict(layer.named_buffers())
+    taken = {'fused': 0, 'compiled': 0, 'simple': 0} | {path: 1}
+    assert paths_taken() == taken, 'another path was taken silently'
+    grads = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+    return y.detach(), {'x': x.grad} | grads, dict(layer.named_buffers())
 
 
 def assert_same_step(ours, expected):
@@ -54,7 +54,9 @@ def assert_same_step(ours, expected):
 def test_native(name, statistics):
     "The C loop: strides, groups, other channels, both layouts of weights and of the input, later steps too"
     assert native.library(torch.float64) is not None, 'the tests need a C compiler'
-    for i, o, stride, groups in [(6, 6, 1, 1), (4, 8, 2, 1), (6, 6, 1, 3), (6, 6, 2, 6), (16, 6, 1, 1), (16, 16, 1, 2)]:   # 16 and 8 channels fill lines of the cache
+    shapes = [(6, 6, 1, 1), (4, 8, 2, 1), (6, 6, 1, 3), (6, 6, 2, 6),
+              (16, 6, 1, 1), (16, 16, 1, 2)]   # 16 and 8 channels fill lines of the cache
+    for i, o, stride, groups in shapes:
         layer = block(name, i, o, stride, groups, statistics)
         assert native_norms(layer.branch)
         for weights in (torch.contiguous_format, torch.channels_last):
@@ -71,8 +73,9 @@ def test_native(name, statistics):
 @pytest.mark.parametrize('statistics', STATISTICS)
 @pytest.mark.parametrize('name', NATIVE)
 def test_native_on_small_maps(name, statistics):
-    "A few pixels, many channels, channels last: exact statistics come from matrix products, and go to the loop"
-    for i, o, stride, size in [(64, 64, 1, (2, 2)), (64, 64, 1, (4, 3)), (128, 70, 2, (7, 5)), (64, 64, 1, (1, 4))]:
+    "Few pixels, many channels, channels last: exact statistics from matrix products go to the loop"
+    shapes = [(64, 64, 1, (2, 2)), (64, 64, 1, (4, 3)), (128, 70, 2, (7, 5)), (64, 64, 1, (1, 4))]
+    for i, o, stride, size in shapes:
         layer = block(name, i, o, stride, 1, statistics).to(memory_format=torch.channels_last)
         x = torch.randn(3, i, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
         assert_same_step(step(layer, x, 'fused'), step(layer, x, 'simple'))
@@ -109,7 +112,7 @@ def test_a_loaded_bias_is_used():
 
 
 def test_small_maps_twice_back():
-    "A second backward pass over the same graph finds what the first one found: nothing of the graph was changed in place"
+    "A second backward pass over the same graph gives the same: nothing in it was changed in place"
     layer = block('acnet', 64, 64, statistics='batch').to(memory_format=torch.channels_last)
     x = torch.randn(3, 64, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
     before = [p.detach().clone() for p in layer.parameters()]
@@ -146,7 +149,8 @@ def test_compiled(name):
 @pytest.mark.parametrize('groups, stride', [(1, 1), (2, 2)])
 def test_compiled_channels_last(groups, stride):
     "Depthwise-separable branches, merged in a way of their own in channels-last layout"
-    layer = blocks.orepa(6, 4, stride=stride, groups=groups).double().to(memory_format=torch.channels_last).quantize()
+    layer = blocks.orepa(6, 4, stride=stride, groups=groups).double()
+    layer = layer.to(memory_format=torch.channels_last).quantize()
     for p in layer.branch.parameters(): p.data.copy_(torch.randn_like(p))
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
     layer(x)
@@ -156,7 +160,7 @@ def test_compiled_channels_last(groups, stride):
 
 @pytest.fixture
 def traced(request, monkeypatch):
-    "Programs of blocks that are traced and differentiated by torch.compile; --slow generates their code as well"
+    "torch.compile traces and differentiates blocks, but generates code for them with --slow only"
     if request.config.getoption('--slow'): return
     compile = torch.compile
     def trace(f, **kwargs):
@@ -215,7 +219,8 @@ def test_a_block_that_cannot_be_compiled(monkeypatch):
     compile = torch.compile
     def refuse(*args, **kwargs): raise RuntimeError('not this one')
     monkeypatch.setattr(torch, 'compile', refuse)
-    with use_path('compiled'), pytest.warns(UserWarning, match='torch.compile failed for a block .*not this one') as said:
+    failed = 'torch.compile failed for a block .*not this one'
+    with use_path('compiled'), pytest.warns(UserWarning, match=failed) as said:
         reset_paths()
         for _ in range(3): bad(x)
     assert len([w for w in said if 'repq' in str(w.message) and 'a block' in str(w.message)]) == 1
@@ -309,7 +314,8 @@ def test_without_a_compiler(tmp_path):
             warnings.simplefilter('always')
             for _ in range(3): layer(x).sum().backward()
             with torch.no_grad(): layer.eval()(x)
-        assert repq.tools.registry.paths_taken() == {'fused': 0, 'compiled': 0, 'simple': 4}, 'steps set once, three steps without C'
+        taken = repq.tools.registry.paths_taken()
+        assert taken == {'fused': 0, 'compiled': 0, 'simple': 4}, 'steps set once, three steps without C'
         said = [str(w.message) for w in said if 'repq' in str(w.message)]
         assert len(said) == 1 and 'without compiled C' in said[0] and 'no-such-compiler' in said[0], said
         print('fine')'''
@@ -345,4 +351,5 @@ def test_order_of_statistics():
     b.statistics = 'estimate'
     expected = by_first(b, a)
     b.statistics = 'batch'
-    assert (by_first(a, b) - expected).abs().max() > 1e-6, 'the gradient through exact statistics is another one'
+    difference = (by_first(a, b) - expected).abs().max()
+    assert difference > 1e-6, 'the gradient through exact statistics is another one'

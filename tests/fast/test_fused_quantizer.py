@@ -29,7 +29,7 @@ def test_eager_until_it_pays(monkeypatch):
     whole = Programs.run
     monkeypatch.setattr(Programs, 'run', lambda self, *args: asked.append(args) or whole(self, *args))
     q, x = LSQ(4), torch.randn(400)
-    for i in range(4): q(x)
+    for _ in range(4): q(x)
     assert len(asked) == 2                    # the third and the fourth
     fast.FORMULAS.after = None
     q(x)
@@ -50,8 +50,10 @@ def test_without_a_compiler(monkeypatch):
 @needs_compiler
 def test_paths_agree():
     "Values, codes and gradient of x bit for bit; the step's gradient to float32 rounding"
-    for channels, shape, dtype in ((None, (4, 8, 14, 14), torch.float32), (None, (3, 5, 7), torch.float32), (8, (8, 6, 3, 3), torch.float32),
-                                   (None, (4, 300), torch.bfloat16), (None, (4, 300), torch.float64)):
+    cases = [(None, (4, 8, 14, 14), torch.float32), (None, (3, 5, 7), torch.float32),
+             (8, (8, 6, 3, 3), torch.float32), (None, (4, 300), torch.bfloat16),
+             (None, (4, 300), torch.float64)]
+    for channels, shape, dtype in cases:
         for bits, signed in ((2, True), (4, False), (8, True)):
             x = torch.randn(shape)
             x = (x if signed else x.relu()).to(dtype).requires_grad_()
@@ -109,7 +111,7 @@ def naive_lsq(x, s, qmin, qmax):
 @pytest.mark.slow('CPU times also move with what else the machine does')
 @needs_compiler
 def test_speed():
-    "16×64×56×56 float32, forward and backward, CPU time, interleaved, allocator warm. Bounds against regressions; `repq bench quantizer` measures"
+    "CPU time of forward and backward, in turns. Bounds against regressions; `repq bench quantizer` measures"
     x, g = torch.randn(16, 64, 56, 56, requires_grad=True), torch.randn(16, 64, 56, 56)
     q = LSQ(4)
     q(x)

@@ -195,7 +195,8 @@ def test_the_notebook_shows_the_file():
     stale = [p for p in paragraphs if p not in native.SOURCE]
     assert not stale, f'not in merge_lsq.c: run the notebook again\n{stale[0]}'
     printed = [''.join(o['text']) for o in outputs if o['output_type'] == 'stream']
-    assert native.SOURCE[:native.SOURCE.index('*/') + 3] in printed, 'the comment at its top: run the notebook again'
+    top = native.SOURCE[:native.SOURCE.index('*/') + 3]
+    assert top in printed, 'the comment at its top: run the notebook again'
     def functions(text): return set(re.findall(r'^(?:static |int ).*?(\w+)\(', text, re.M))
     assert functions('\n'.join(paragraphs)) == functions(native.SOURCE) and len(functions(native.SOURCE)) > 15
 
@@ -205,7 +206,8 @@ def test_the_notebook_shows_the_file():
 COUNTED_MALLOC = """
 #include <limits.h>
 #include <stddef.h>
-int limit = INT_MAX, asked = 0, live = 0;   /* allocations that succeed, that were asked for, that are not freed */
+/* allocations that succeed, that were asked for, that are not freed */
+int limit = INT_MAX, asked = 0, live = 0;
 void *__real_malloc(size_t);
 void __real_free(void*);
 void *__wrap_malloc(size_t n)
@@ -284,7 +286,9 @@ def positive(n, dtype): return torch.rand(n, dtype=torch.float64).add(.1).to(dty
 def make_part(source, size, dtype, i, o, groups, shared, layout):
     "A part with a random kernel, or an identity"
     weight = None
-    if size: weight = leaf(o, i//groups, *size, dtype=dtype).detach().to(memory_format=layout).requires_grad_()
+    if size:
+        weight = leaf(o, i//groups, *size, dtype=dtype).detach()
+        weight = weight.to(memory_format=layout).requires_grad_()
     part = Part(weight, leaf(o, dtype=dtype), leaf(o, dtype=dtype), 1e-3)
     if source == 'given': return part._replace(mean=leaf(o, dtype=dtype), var=positive(o, dtype))
     if source == 'estimated': return part._replace(windows=shared)
