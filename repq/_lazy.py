@@ -12,13 +12,13 @@ MOVED = dict(
     testing='tools.testing',
     files='tools.files',
     kernel='algebra.kernel fast.small_maps',
-    norm='algebra.statistics _old',
+    norm='algebra.statistics algebra.batch_norm _old',
     branch='algebra.branch tools.drawing',
     quantizer='quantization.lsq fast.quantizer _old',
     layer='quantization.layer tools.drawing',
-    qat='quantization.network reproduce.recipes',
+    qat='quantization.network quantization.wrapping reproduce.recipes',
     saving='quantization.files',
-    graphs='adopt.regions quantization.network',
+    graphs='adopt.regions quantization.wrapping quantization.network',
     foreign='adopt.foreign adopt.official',
     official='adopt.official',
     learner='train.learner train.doctor',
@@ -32,18 +32,18 @@ MOVED = dict(
     records='reproduce.records tools.machine',
     training='reproduce.training',
     runs='reproduce.runs reproduce.training',
-    driver='reproduce.driver',
-    cluster='reproduce.cluster',
+    driver='reproduce.driver reproduce.kernels reproduce.board',
+    cluster='reproduce.cluster reproduce.executor',
     verify='reproduce.verify',
     evidence='reproduce.evidence',
     protocol='reproduce.protocol',
     statements='reproduce.statements',
     verdicts='reproduce.verdicts',
     formats='reproduce.formats tools.drawing',
-    tables='reproduce.tables')
+    tables='reproduce.tables reproduce.report reproduce.figures reproduce.html_page reproduce.verdicts')
 
 INSTEAD = {   # names of version 0.1 that have no successor of the same kind -> what to use
-    'repq.qat.replace_object': 'repq.quantization.network.replace_module',
+    'repq.qat.replace_object': 'repq.quantization.wrapping.replace_module',
     'repq.bench.paper_ratios': 'repq.reproduce.evidence.paper_times',
     'repq.runs.recipes': 'repq.reproduce.recipes.RECIPES'}
 
@@ -51,7 +51,7 @@ INSTEAD = {   # names of version 0.1 that have no successor of the same kind -> 
 def find_moved(package:str, name:str, modules, told:bool=False):
     "A name that `package` had before, from the first of some modules that has it; `told`: without a warning"
     for module in modules:
-        if name.startswith('_') or not hasattr(import_module(module), name): continue
+        if name.startswith('_') or name not in vars(import_module(module)): continue
         text = f'{package}.{name} is now {module}.{name}; the old name goes with 0.3'
         if not told: warn(text, DeprecationWarning, 3)
         return getattr(import_module(module), name)
@@ -82,7 +82,7 @@ class OldModule(ModuleType):
     def __getattr__(self, name):
         main = import_module(self._modules[0])
         if name == '__all__': return [n for m in self._modules for n in import_module(m).__all__]
-        return find_moved(self.__name__, name, self._modules, told=hasattr(main, name))
+        return find_moved(self.__name__, name, self._modules, told=name in vars(main))
 
 
 class Moved(MetaPathFinder, Loader):

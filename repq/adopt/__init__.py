@@ -5,4 +5,5 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     regions=[],
     foreign=['convert'],
-    official=['load_official'])
+    official=['load_official'],
+    expand_network=['expand'])

@@ -416,7 +416,8 @@ def list_runs(args, runs, store):
 def run_reproduce(args)->int:
     "Make the runs behind the tables, print the tables, write the report"
     from repq.reproduce.driver import reproduce
-    from repq.reproduce.tables import all_tables, write_report, write_tables
+    from repq.reproduce.report import write_report, write_tables
+    from repq.reproduce.tables import all_tables
     if args.workers and args.scheduler:
         raise ValueError('--workers is for trainings on this machine, --scheduler for those of a cluster: '
                          'give one of them')
@@ -509,12 +510,15 @@ def show_claim(verdict):
 
 def run_tables(args)->int:
     "Print tables and claims, or write them to files"
-    from repq.reproduce.tables import all_tables, claims, write_report, write_tables
+    from repq.reproduce.report import write_report, write_tables
+    from repq.reproduce.tables import all_tables
+    from repq.reproduce.verdicts import CHOSEN, claims
     asked = args.profile, args.results, args.seeds
     for t in all_tables(*asked):
         if args.table and t.number not in args.table: continue
         print(str(t) if args.format == 'text' else getattr(t, args.format)(), end='\n\n')
     if args.claims:
+        print(CHOSEN, end='\n\n')
         for v in claims(*asked): show_claim(v)
     if args.write:
         results, profile, seeds = args.results, args.profile, args.seeds

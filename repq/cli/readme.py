@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT/'nbs'/'index.ipynb'
+NOT_IN_README = '<!-- not in README -->' # first line of a cell of prose that the start page alone shows
 
 
 def need_checkout():
@@ -41,10 +42,38 @@ def render(cells=None):
     parts = []
     for cell in cells or json.loads(INDEX.read_text(encoding='utf-8'))['cells']:
         source = ''.join(cell['source'])
+        if source.startswith(NOT_IN_README): continue
         if cell['cell_type'] == 'markdown': parts.append(from_here(source))
         elif hidden(source): parts += map(from_here, outputs(cell))
         elif not source.startswith('#|'): parts += [f'```python\n{source}\n```', *outputs(cell)]
     return '\n\n'.join(parts) + '\n'
+
+
+def best_table(
+    results,     # repq.reproduce.tables.Results
+    base:str,    # address of its folder as seen from the page, ending in /
+    most:int=10, # rows; if there are more, only those of the network with most of them
+)->str:
+    "Accuracy of every network and method of Table 2 that has a finished quantized run"
+    from repq.reproduce.evidence import spread
+    have = {a[1:]: results.measured(a) for a in results.cells if a[0] == '2'}
+    have = {a: m for a, m in have.items() if m.values}
+    rows = list(dict.fromkeys(row for row, bits in have if bits != '32'))
+    if not rows: return 'No quantized run has finished here yet.'
+    networks = [network for network, _ in rows]
+    if len(rows) > most: rows = [r for r in rows if r[0] == max(networks, key=networks.count)]
+    columns = [b for b in ('32', '8', '4', '2') if any((row, b) in have for row in rows)]
+    def shown(m):
+        if m is None: return ''
+        link = next(results.link(f) for seed, f in m.found.items() if seed in m.values)
+        text = f'{sum(m.values.values())/len(m.values):.2f} ± {spread(m, results)}'
+        return f'[{text}]({base}{link})' if link else text
+    bits = ['full precision' if b == '32' else f'{b} bits' for b in columns]
+    lines = [f'| network | method | {" | ".join(bits)} |', '|:---|:---|' + '---:|'*len(columns)]
+    for network, method in rows:
+        values = [shown(have.get(((network, method), b))) for b in columns]
+        lines.append(f'| {network} | {method} | {" | ".join(values)} |')
+    return '\n'.join(lines)
 
 
 def made_again(cells, folder=INDEX.parent, which=hidden):

@@ -12,15 +12,15 @@ __all__ = ['VARIANTS', 'IMAGES', 'SETS', 'FULL_BIT_OPS', 'Pair', 'Compare', 'Cla
 # %% ../../nbs/reproduce/10_statements.ipynb #565adb1e
 from dataclasses import dataclass, replace
 from typing import NamedTuple
-from .evidence import PAPER, Results, paper_value
+from .evidence import PAPER, Address, Results, paper_value
 from .protocol import MARGINS, Question
 
 # %% ../../nbs/reproduce/10_statements.ipynb #e8d02a5d
 class Pair(NamedTuple):
     "Two places whose numbers are compared"
     name:str       # network, test set, or what it is
-    a:tuple        # (table, row, column)
-    b:tuple=None
+    a:Address
+    b:Address=None
 
 @dataclass(frozen=True)
 class Compare:
@@ -62,10 +62,10 @@ VARIANTS = {'RepVGG-A0': ('RepQ-BN', 'RepQ-BNEst'), 'RepVGG-B0': ('RepQ-BN', 'Re
 IMAGES = {'Set5': 5, 'Set14': 14, 'B100': 100, 'U100': 100} # of the benchmark sets
 SETS = tuple(IMAGES)
 
-def accuracy(model, method, bits): return '2', (model, method), bits
-def psnr(bits, method, name): return '3', (bits, method), name
-def side(experiment, value): return 'side', (experiment, value), 'value'
-def step_time(block, column): return '4', (block,), column
+def accuracy(model, method, bits)->Address: return Address('2', (model, method), bits)
+def psnr(bits, method, name)->Address: return Address('3', (bits, method), name)
+def side(experiment, value)->Address: return Address('side', (experiment, value), 'value')
+def step_time(block, column)->Address: return Address('4', (block,), column)
 
 def networks(variant:str)->dict: # model -> its name of the variant
     "The networks that have a variant of RepQ"

@@ -1,5 +1,5 @@
 "RepQ: the quantized layer and network, for every block and every statistics"
-import copy, warnings
+import copy, math, warnings
 import pytest, torch
 from torch import nn
 import torch.nn.functional as F
@@ -12,11 +12,13 @@ from repq.quantization.network import quantizable_layers, set_bits, set_statisti
 from repq.tools.testing import assert_modes_agree, assert_same, randomize_bn
 
 
-def quantizers(net): return [q for l in quantizable_layers(net).values() for q in (l.weight_quantizer, l.input_quantizer)]
+def quantizers(net):
+    return [q for l in quantizable_layers(net).values() for q in (l.weight_quantizer, l.input_quantizer)]
 
 
 def network(block):
-    return nn.Sequential(make_block(block, 3, 8), nn.ReLU(), make_block(block, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    return nn.Sequential(make_block(block, 3, 8), nn.ReLU(), make_block(block, 8, 8), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize('block', BLOCKS)
@@ -27,23 +29,30 @@ def test_quantizers_off_is_the_branch_form(block):
         if not p.any(): nn.init.normal_(p)
     x = torch.randn(3, 6, 9, 7).double()
     layer.quantize(4, 4)(x)
-    for q in quantizers(layer): q.enabled = False; q.requires_grad_(False)
-    for training in (True, False): assert_modes_agree(layer.train(training), x, modes=('branches', 'quantized'))
+    for q in quantizers(layer):
+        q.enabled = False
+        q.requires_grad_(False)
+    for training in (True, False):
+        assert_modes_agree(layer.train(training), x, modes=('branches', 'quantized'))
 
 
 @pytest.mark.parametrize('statistics', STATISTICS)
 @pytest.mark.parametrize('block', BLOCKS)
 def test_learns_and_deploys(block, statistics):
-    "A few 4-bit steps reduce the loss; evaluation equals the merged network, bit for bit where no norm follows"
+    "4-bit steps reduce the loss; evaluation equals the merged network, bit for bit where no norm follows"
     x, y = torch.randn(32, 3, 12, 12), torch.arange(32) % 4
     x += y.view(-1, 1, 1, 1)*torch.linspace(-1, 1, 3).view(3, 1, 1)     # a class is a tint
     net = repq.quantize(network(block), 4, 4, statistics=statistics, start='first')
     losses = []
     for step in range(25):
         loss = F.cross_entropy(net(x), y)
-        if step == 0: opt = torch.optim.SGD([{'params': [p for n, p in net.named_parameters() if not n.endswith('.step')], 'lr': .05},
-                                             {'params': [q.step for q in quantizers(net)], 'lr': .001}], momentum=.9)
-        opt.zero_grad(); loss.backward(); opt.step()
+        if step == 0: opt = torch.optim.SGD([{'params': [p for n, p in net.named_parameters()
+                                                         if not n.endswith('.step')], 'lr': .05},
+                                             {'params': [q.step for q in quantizers(net)], 'lr': .001}],
+                                             momentum=.9)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
         losses.append(loss.item())
         assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
         assert all((q.scale() > 0).all() for q in quantizers(net))
@@ -54,7 +63,9 @@ def test_learns_and_deploys(block, statistics):
     if net[2].after is None: assert torch.equal(merged(x), net(x))
     else: assert (merged(x).argmax(1) == net(x).argmax(1)).float().mean() > 0.9
     for layer in merged.modules():
-        if hasattr(layer, 'codes'): assert torch.equal(layer.weight, layer.codes.float()*layer.step.view(-1, *[1]*(layer.weight.ndim - 1)))
+        if hasattr(layer, 'codes'):
+            assert torch.equal(layer.weight,
+                               layer.codes.float()*layer.step.view(-1, *[1]*(layer.weight.ndim - 1)))
 
 
 @pytest.mark.parametrize('statistics', STATISTICS)
@@ -82,7 +93,7 @@ def test_state_dict_round_trip():
 
 
 def test_memory_of_the_estimate():
-    "AC-ResNet-18, 128×128, batch 16: what a forward pass with `estimate` keeps is at most what plain QAT keeps"
+    "AC-ResNet-18, 128×128, batch 16: a forward pass with `estimate` keeps no more memory than plain QAT"
     from torch.profiler import ProfilerActivity, profile
     x = torch.randn(16, 3, 128, 128)
     def kept(block, statistics):
@@ -96,10 +107,12 @@ def test_memory_of_the_estimate():
 
 
 def test_paper_exceptions_and_exact_norms():
-    net = repq.quantize(repq.models.resnet18(10, block='acnet', width=0.125), 4, 4, statistics='estimate', start='first')
+    net = repq.quantize(repq.models.resnet18(10, block='acnet', width=0.125), 4, 4, statistics='estimate',
+                        start='first')
     layers = quantizable_layers(net)
     assert (layers['stem'].weight_quantizer.bits, layers['stem'].input_quantizer.bits) == (8, 8)
-    assert {n for n, l in layers.items() if isinstance(l, RepConv2d) and l.statistics == 'batch'} == {'layer4.1.conv1', 'layer4.1.conv2'}
+    assert {n for n, l in layers.items() if isinstance(l, RepConv2d)
+            and l.statistics == 'batch'} == {'layer4.1.conv1', 'layer4.1.conv2'}
     assert layers['layer1.0.conv1'].weight_quantizer.bits == 4 and isinstance(layers['head'], QuantLinear)
 
 
@@ -109,25 +122,31 @@ def test_post_training_quantization_of_a_foreign_network():
     x = torch.randn(4, 3, 64, 64)
     expected = net(x)
     quantized = repq.quantize(copy.deepcopy(net), 8, 8, start='first')
-    assert isinstance(quantized.conv1.after, nn.BatchNorm2d) and isinstance(quantized.layer1[0].bn2, nn.Identity)
+    assert isinstance(quantized.conv1.after, nn.BatchNorm2d)
+    assert isinstance(quantized.layer1[0].bn2, nn.Identity)
     repq.recalibrate(quantized, [x], 'ranges')
     assert_same(quantized.eval()(x), expected, 0.1)
-    assert_same(repq.merge(quantized)(x), quantized(x), 0.1)   # ties cascade through 18 layers of random weights
+    # ties cascade through 18 layers of random weights
+    assert_same(repq.merge(quantized)(x), quantized(x), 0.1)
 
 
 BAD = {
     'one bit': (lambda: repq.quantize(network('plain'), 1, 4), 'bits must be 2..8, got 1'),
     'nine bits': (lambda: repq.quantize(network('plain'), 4, 9), 'bits must be 2..8, got 9'),
     'twice': (lambda: repq.quantize(repq.quantize(network('plain'))), 'quantized already'),
-    'nothing to quantize': (lambda: repq.quantize(nn.Sequential(nn.ReLU())), 'no convolution or linear layer'),
+    'nothing to quantize': (lambda: repq.quantize(nn.Sequential(nn.ReLU())),
+                            'no convolution or linear layer'),
     'merging a cold quantizer': (lambda: repq.merge(repq.quantize(network('plain'))), 'never initialised'),
-    'unknown exception': (lambda: repq.quantize(network('plain'), exceptions={'stem': (8, 8)}), "no layer is called 'stem'"),
+    'unknown exception': (lambda: repq.quantize(network('plain'), exceptions={'stem': (8, 8)}),
+                          "no layer is called 'stem'"),
     'unknown family': (lambda: repq.quantize(network('plain'), family='dorefa'), 'lsq'),
     'bits of an unquantized network': (lambda: set_bits(network('plain'), 4, 4), 'not quantized'),
-    'ranges without quantizers': (lambda: repq.recalibrate(network('plain'), [torch.randn(2, 3, 8, 8)], 'ranges'), 'no quantizers'),
+    'ranges without quantizers': (lambda: repq.recalibrate(network('plain'), [torch.randn(2, 3, 8, 8)],
+                                                           'ranges'), 'no quantizers'),
     'recalibrate without data': (lambda: repq.recalibrate(network('plain'), []), 'no batch'),
     'statistics': (lambda: repq.quantize(network('plain'), statistics='exact'), "'estimate'"),
-    'NaN in the first batch': (lambda: repq.quantize(network('plain'))(torch.full((2, 3, 8, 8), float('nan'))), 'NaN'),
+    'NaN in the first batch': (lambda: repq.quantize(network('plain'))(torch.full((2, 3, 8, 8), math.nan)),
+                               'NaN'),
 }
 
 
@@ -142,7 +161,9 @@ def test_statistics_of_another_kind_warn():
     net = network('repvgg')
     net(torch.randn(4, 3, 8, 8))
     with pytest.warns(UserWarning, match='recalibrate'): set_statistics(net, 'estimate')
-    with warnings.catch_warnings(): warnings.simplefilter('error'); set_statistics(net, 'estimate')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        set_statistics(net, 'estimate')
 
 
 def test_batch_of_one():
@@ -166,7 +187,9 @@ def test_constant_input_channel():
 
 class Overwrites(nn.Module):
     "Uses its layer's input again, in place"
-    def __init__(self, conv): super().__init__(); self.conv = conv
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
     def forward(self, x):
         x = x.clone()
         y = self.conv(x)
@@ -197,7 +220,8 @@ class Heads(nn.Module):
 def test_layers_under_several_names():
     "A shared layer is quantized and merged wherever it is"
     x, net = torch.randn(8, 3, 8, 8), repq.quantize(Heads(), 4, 4, start='first')
-    assert net.again is net.conv and isinstance(net.conv.after, nn.BatchNorm2d) and isinstance(net.norm, nn.Identity) and net.norm2 is net.norm
+    assert net.again is net.conv and isinstance(net.conv.after, nn.BatchNorm2d)
+    assert isinstance(net.norm, nn.Identity) and net.norm2 is net.norm
     assert len({*net.heads}) == 1 and isinstance(net.heads[2], QuantLinear)
     net(x)
     merged = repq.merge(net.eval())
@@ -212,7 +236,8 @@ class Untraceable(nn.Sequential):
 def test_shared_modules_where_nothing_can_be_traced():
     "Neighbours are paired only if neither is used elsewhere"
     act, conv = nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)
-    net = Untraceable(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act))
+    net = Untraceable(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, conv, nn.BatchNorm2d(4), act,
+                                    conv, nn.BatchNorm2d(4), act))
     x = torch.randn(4, 3, 8, 8)
     expected = randomize_bn(net).eval()(x)
     with pytest.warns(UserWarning, match='cannot trace'): repq.quantize(net, 8, 8, start='first')
@@ -244,10 +269,14 @@ def test_refused_bits_leave_a_layer_untouched():
     assert layer.quantize(8, 8).mode == 'quantized'
 
 
-@pytest.mark.parametrize('bits, wrong', [((8, 32), 'act_bits must be 2..8, got 32'), ((32, 8), 'weight_bits must be 2..8, got 32'), ((4, 9), 'act_bits must be 2..8, got 9')])
+@pytest.mark.parametrize('bits, wrong',
+                         [((8, 32), 'act_bits must be 2..8, got 32'),
+                          ((32, 8), 'weight_bits must be 2..8, got 32'),
+                          ((4, 9), 'act_bits must be 2..8, got 9')])
 def test_refused_bits_leave_a_network_untouched(bits, wrong):
     "Also if it is not the first layer whose bits cannot be had"
-    x, net = torch.randn(4, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    x = torch.randn(4, 3, 8, 8)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     with pytest.raises(ValueError, match=f'0: {wrong}'): repq.quantize(net, *bits)
     with pytest.raises(ValueError, match=f'3: {wrong}'): repq.quantize(net, 8, 8, exceptions={'3': bits})
     assert type(net[0]) is nn.Conv2d and type(net[1]) is nn.BatchNorm2d
@@ -263,7 +292,8 @@ def test_recalibrate_keeps_modes():
     x, net = torch.randn(4, 3, 8, 8), repq.quantize(network('repvgg'), 8, 8, start='first')
     set_bits(net, 8, 8, {'2': None})
     repq.recalibrate(net, [x], 'ranges')
-    assert [l.mode for l in quantizable_layers(net).values()] == ['quantized', 'merged', 'quantized'] and all(q.ready for q in quantizers(net))
+    assert [l.mode for l in quantizable_layers(net).values()] == ['quantized', 'merged', 'quantized']
+    assert all(q.ready for q in quantizers(net))
 
 
 @pytest.mark.parametrize('what', ['statistics', 'ranges'])
@@ -282,9 +312,12 @@ def test_recalibrate_of_a_network_that_fails(what):
     set_bits(net, 8, 8, {'2': None})
     net[0].eval()
     flags, modes = [m.training for m in net.modules()], [l.mode for l in quantizable_layers(net).values()]
-    with pytest.raises(ValueError, match='expected an input of shape'): repq.recalibrate(net, [torch.randn(4, 3, 8, 8), torch.randn(4, 2, 8, 8)], what)
-    assert [m.training for m in net.modules()] == flags and [l.mode for l in quantizable_layers(net).values()] == modes
-    assert all(m.momentum == 0.1 for m in net.modules() if isinstance(m, nn.BatchNorm2d)) and not any(m._forward_pre_hooks for m in net.modules())
+    with pytest.raises(ValueError, match='expected an input of shape'):
+        repq.recalibrate(net, [torch.randn(4, 3, 8, 8), torch.randn(4, 2, 8, 8)], what)
+    assert [m.training for m in net.modules()] == flags
+    assert [l.mode for l in quantizable_layers(net).values()] == modes
+    assert all(m.momentum == 0.1 for m in net.modules() if isinstance(m, nn.BatchNorm2d))
+    assert not any(m._forward_pre_hooks for m in net.modules())
 
 
 def test_state_dict_of_a_merged_network():
@@ -309,14 +342,16 @@ def test_state_dict_of_a_merged_network():
 
 def test_frozen_norms_stay_frozen():
     "Wrapping and merging keep the training flag of each norm"
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3),
+                        nn.BatchNorm2d(4))
     net[1].eval()
     repq.quantize(net, 4, 4, start='first')
     assert not net[0].after.training and net[0].training and net[0].branch.training and net[3].after.training
     net = network('orepa')
     net[0].after.eval()
     single = repq.quantization.network.merge_for_training(net)
-    assert not single[0].after.training and single[0].training and single[0].branch.training and single[2].after.training and net[2].branch.training
+    assert not single[0].after.training and single[0].training and single[0].branch.training
+    assert single[2].after.training and net[2].branch.training
 
 
 @pytest.mark.parametrize('kind', ['affine', 'track_running_stats'])
@@ -327,4 +362,5 @@ def test_norms_that_cannot_be_folded(kind):
     net(x)
     assert net[0].after is None and net[1] is norm
     assert torch.equal(repq.merge(net.eval())(x), net(x))
-    with pytest.raises(ValueError, match='cannot be folded'): RepConv2d(repq.algebra.branch.Conv(3, 4, 3), after=norm)
+    with pytest.raises(ValueError, match='cannot be folded'):
+        RepConv2d(repq.algebra.branch.Conv(3, 4, 3), after=norm)

@@ -6,11 +6,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from safetensors.torch import load_file, save_file
 from repq.tools.registry import use_path
-from repq.quantization.lsq import LSQ, NoiseQuantizer, Quantizer, families, int_range, make_quantizer, min_error_step, squared_error
+from repq.quantization.lsq import LSQ, Quantizer, families, make_quantizer
+from repq.quantization.lsq import int_range, min_error_step, squared_error
 from repq.tools.testing import assert_same
 
-needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='no C++ compiler for torch.compile')
-RANGES = [(bits, signed, symmetric) for bits in range(2, 9) for signed, symmetric in ((False, False), (True, False), (True, True))]
+needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')),
+                                    reason='no C++ compiler for torch.compile')
+RANGES = [(bits, signed, symmetric) for bits in range(2, 9)
+          for signed, symmetric in ((False, False), (True, False), (True, True))]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,8 @@ def test_lsq_is_the_published_formula(bits, signed, symmetric, channels):
     q = LSQ(bits, signed, channels, symmetric).double()
     steps = torch.tensor([.25, .37, 3.], dtype=torch.float64)[:channels or 1]
     q.set_step(steps if channels else steps[0], signed)
-    v = torch.cat([torch.arange(q.qmin - 1, q.qmax + 1.5, .5, dtype=torch.float64), torch.tensor([-1e3, 1e3, .3, -.7])])
+    v = torch.cat([torch.arange(q.qmin - 1, q.qmax + 1.5, .5, dtype=torch.float64),
+                   torch.tensor([-1e3, 1e3, .3, -.7])])
     v = torch.cat([v, torch.nextafter(v, v + 1), torch.nextafter(v, v - 1)])
     x = (steps.view(-1, 1)*v).view(channels or 1, -1, 1, 1).requires_grad_()
     g = torch.randn_like(x)
@@ -46,9 +50,11 @@ def test_lsq_is_the_published_formula(bits, signed, symmetric, channels):
     n = len(v)
     factor = 1/math.sqrt(n*q.qmax)
     for i, s in enumerate(steps.tolist()):
-        value, by_x, by_step = zip(*[scalar_lsq(a, s, b, q.qmin, q.qmax) for a, b in zip(x[i].flatten().tolist(), g[i].flatten().tolist())])
+        value, by_x, by_step = zip(*[scalar_lsq(a, s, b, q.qmin, q.qmax)
+                                     for a, b in zip(x[i].flatten().tolist(), g[i].flatten().tolist())])
         assert y[i].flatten().tolist() == list(value) and dx[i].flatten().tolist() == list(by_x)
-        assert math.isclose(ds.view(-1)[i].item(), sum(by_step)*factor, rel_tol=1e-12, abs_tol=1e-12*sum(map(abs, by_step))*factor)
+        assert math.isclose(ds.view(-1)[i].item(), sum(by_step)*factor, rel_tol=1e-12,
+                            abs_tol=1e-12*sum(map(abs, by_step))*factor)
 
 
 def test_gradient_scale():
@@ -67,7 +73,8 @@ def test_gradient_scale():
 def test_same_grid_in_codes_and_evaluation(family):
     w = torch.randn(6, 3, 3, 3)
     q = make_quantizer(family, bits=4, channels=6)
-    q(w); q.eval()
+    q(w)
+    q.eval()
     assert q.dequantize(q.codes(w)).equal(q(w)) and q.codes(w).dtype == torch.int32
     assert q.codes(w).min() >= q.qmin and q.codes(w).max() <= q.qmax and len(q(w)[0].unique()) <= 16
 
@@ -95,23 +102,28 @@ def test_memory_formats():
     q, g = LSQ(4), torch.randn(2, 3, 8, 8)
     x = torch.randn(2, 3, 8, 8)
     expected = q(x)
-    for like in (x.to(memory_format=torch.channels_last), x.transpose(2, 3).contiguous().transpose(2, 3), torch.cat([x, x], 1)[:, :3]):
+    for like in (x.to(memory_format=torch.channels_last), x.transpose(2, 3).contiguous().transpose(2, 3),
+                 torch.cat([x, x], 1)[:, :3]):
         like = like.detach().requires_grad_()
         y = q(like)
-        assert y.equal(expected) and torch.autograd.grad(y, like, g)[0].equal(g*(y.detach() - x).abs().le(q.step/2 + 1e-6))
+        assert y.equal(expected)
+        assert torch.autograd.grad(y, like, g)[0].equal(g*(y.detach() - x).abs().le(q.step/2 + 1e-6))
     assert q(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize('signed,source', [(True, 'normal'), (False, 'relu'), (True, 'heavy'), (False, 'discrete')])
+@pytest.mark.parametrize('signed,source',
+                         [(True, 'normal'), (False, 'relu'), (True, 'heavy'), (False, 'discrete')])
 @pytest.mark.parametrize('bits', [2, 4, 8])
 def test_min_error_is_near_the_optimum(bits, signed, source):
     x = torch.randn(8192)
     x = dict(normal=x, relu=x.relu(), heavy=x.pow(3), discrete=(x.abs()*20).round()/20)[source][None]
     qrange = int_range(bits, signed)
     top = x.abs().max().item()/qrange[1]
-    best = min(squared_error(x, torch.tensor(top*r), *qrange).item() for r in torch.linspace(2, .005, 1000).tolist())
+    best = min(squared_error(x, torch.tensor(top*r), *qrange).item()
+               for r in torch.linspace(2, .005, 1000).tolist())
     ours = squared_error(x, min_error_step(x, *qrange).float().view(1, 1), *qrange).item()
-    assert ours <= 1.03*best + 1e-6*x.square().mean().item() # numbers on a grid of their own have an error of 0 at a single step
+    # numbers on a grid of their own have an error of 0 at a single step
+    assert ours <= 1.03*best + 1e-6*x.square().mean().item()
 
 
 def test_step_stays_positive():
@@ -165,7 +177,8 @@ class TestBadInput:
         with pytest.raises(TypeError, match='int64'): LSQ(4)(torch.arange(3))
         with pytest.raises(RuntimeError, match='no step yet'): LSQ(4).codes(self.x)
         with pytest.raises(RuntimeError, match='not decided'): LSQ(4).qmin
-        q = LSQ(4); q(self.x)
+        q = LSQ(4)
+        q(self.x)
         assert q(self.x[:0]).shape == (0, 2)
 
     def test_family(self):
@@ -241,7 +254,8 @@ def test_nothing_stays_on_the_cpu(family, path):
             with torch.device('cuda'): q = make_quantizer(family, bits=4, channels=channels)
             q.set_step(.1, True)
             x = torch.randn(shape, device='cuda')
-            for out in (q(x), q.eval()(x), q.codes(x), q.dequantize(q.codes(x))): assert out.device.type == 'cuda' and out.shape == shape
+            for out in (q(x), q.eval()(x), q.codes(x), q.dequantize(q.codes(x))):
+                assert out.device.type == 'cuda' and out.shape == shape
 
 
 def rank(i, port, queue):

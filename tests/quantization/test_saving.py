@@ -2,23 +2,23 @@
 import json, pickle, struct
 import pytest, torch
 from torch import nn
-import torch.nn.functional as F
 from safetensors.torch import load as tensors_in, save_file
 import repq
 from repq.blocks import make_block
 from repq.models import build_model
-from repq.quantization.network import quantizable_layers
-from repq.quantization.files import ZEROS, about_file, sealed
+from repq.quantization.files import NO_DIGEST, about_file, sealed
 from repq.tools.testing import randomize_bn
 
 
 def foreign():
-    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.PReLU(8),
+    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+                         nn.Conv2d(8, 8, 3, groups=2), nn.PReLU(8),
                          nn.Flatten(), nn.Linear(128, 4))
 
 
 def data(channels=3, size=8): return [torch.rand(8, channels, size, size)*2 - 1 for _ in range(2)]
-def merged(net, bits=4, batches=None): return repq.merge(repq.ptq(randomize_bn(net).eval(), batches or data(), bits, bits))
+def merged(net, bits=4, batches=None):
+    return repq.merge(repq.ptq(randomize_bn(net).eval(), batches or data(), bits, bits))
 
 
 def assert_equal(a, b, x):
@@ -31,8 +31,10 @@ def assert_equal(a, b, x):
 
 # -- there and back
 
-NETS = {'repvgg': dict(name='repvgg_a0', n_classes=5, width=.25, small_input=True), 'orepa': dict(name='resnet18', n_classes=5, width=.125, block='orepa'),
-        'acnet with strides': dict(name='resnet18', n_classes=5, width=.125, block='acnet', strides=(1, 1, 2, 1, 1)),
+NETS = {'repvgg': dict(name='repvgg_a0', n_classes=5, width=.25, small_input=True),
+        'orepa': dict(name='resnet18', n_classes=5, width=.125, block='orepa'),
+        'acnet with strides': dict(name='resnet18', n_classes=5, width=.125, block='acnet',
+                                   strides=(1, 1, 2, 1, 1)),
         'ecbsr': dict(name='ecbsr', blocks=2)}
 
 @pytest.mark.parametrize('bits', [2, 3, 4, 8])
@@ -44,7 +46,8 @@ def test_networks_of_the_package(case, bits, tmp_path):
     again = repq.load(repq.save(net, tmp_path/'net.safetensors'))
     assert_equal(again, net, batches[0])
     assert repr(again) == repr(net) and again.hparams == net.hparams and type(again) is type(net)
-    assert {n: p.requires_grad for n, p in again.named_parameters()} == {n: p.requires_grad for n, p in net.named_parameters()}
+    learns, wanted = ({n: p.requires_grad for n, p in m.named_parameters()} for m in (again, net))
+    assert learns == wanted
 
 
 def test_negative_gammas(tmp_path):
@@ -73,7 +76,8 @@ def test_full_precision(tmp_path):
 def test_networks_of_others(skeleton, tmp_path):
     net, x = merged(foreign()), data()[0]
     path = repq.save(net, tmp_path/'net.safetensors')
-    frame = dict(float=foreign, quantized=lambda: repq.quantize(foreign(), 8, 8), merged=lambda: merged(foreign(), 8),
+    frame = dict(float=foreign, quantized=lambda: repq.quantize(foreign(), 8, 8),
+                 merged=lambda: merged(foreign(), 8),
                  double=lambda: foreign().double())[skeleton]()
     before = repr(frame)
     assert_equal(repq.load(path, net=frame), net, x)
@@ -86,11 +90,14 @@ def test_torchvision(tmp_path):
     net = repq.merge(repq.ptq(torchvision.models.resnet18(num_classes=4).eval(), [x], 4, 4))
     path = repq.save(net, tmp_path/'net.safetensors')
     assert_equal(repq.load(path, net=torchvision.models.resnet18(num_classes=4)), net, x)
-    with pytest.raises(ValueError, match='layer1.0.downsample|layers'): repq.load(path, net=torchvision.models.resnet34(num_classes=4))
+    with pytest.raises(ValueError, match='layer1.0.downsample|layers'):
+        repq.load(path, net=torchvision.models.resnet34(num_classes=4))
 
 
 def test_converted_network(tmp_path):
-    def make(): return repq.convert(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval())
+    def make():
+        return repq.convert(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+                                          nn.Conv2d(8, 4, 1)).eval())
     net = merged(make())
     assert_equal(repq.load(repq.save(net, tmp_path/'net.safetensors'), net=make()), net, data()[0])
 
@@ -110,16 +117,20 @@ def test_shared_layers_and_tied_weights(tmp_path):
     again = repq.load(path, net=Shared())
     assert_equal(again, net, data()[0])
     assert again.again is again.conv and again.acts[1].weight is again.acts[0].weight
-    assert sum(n.endswith('acts.0.weight') or n.endswith('acts.1.weight') for n in tensors_in(path.read_bytes())) == 1
+    assert sum(n.endswith('acts.0.weight') or n.endswith('acts.1.weight')
+               for n in tensors_in(path.read_bytes())) == 1
 
 
 def test_a_single_layer(tmp_path):
     layer = merged(make_block('repvgg', 3, 8))
-    assert_equal(repq.load(repq.save(layer, tmp_path/'l.safetensors'), net=make_block('repvgg', 3, 8)), layer, data()[0])
+    assert_equal(repq.load(repq.save(layer, tmp_path/'l.safetensors'), net=make_block('repvgg', 3, 8)), layer,
+                 data()[0])
 
 
 def test_dilated_and_unused_layers(tmp_path):
-    def make(): return nn.Sequential(nn.Conv2d(3, 4, 3, dilation=2, padding=2), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, affine=False))
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 4, 3, dilation=2, padding=2), nn.ReLU(),
+                             nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, affine=False))
     with pytest.warns(UserWarning, match='dilation'): net = merged(make())
     assert_equal(repq.load(repq.save(net, tmp_path/'net.safetensors'), net=make()), net, data()[0])
 
@@ -131,7 +142,8 @@ class OwnNorm(nn.BatchNorm2d):
 @pytest.mark.parametrize('quantized', [True, False])
 def test_norms_under_another_name(quantized, tmp_path):
     "`quantize` makes ordinary norms of them, those that it folds and those that it leaves"
-    def make(): return nn.Sequential(nn.Conv2d(3, 4, 3), OwnNorm(4), nn.ReLU(), OwnNorm(4), nn.Conv2d(4, 4, 1))
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 4, 3), OwnNorm(4), nn.ReLU(), OwnNorm(4), nn.Conv2d(4, 4, 1))
     net = merged(make()) if quantized else repq.merge(randomize_bn(make()).eval())
     again = repq.load(repq.save(net, tmp_path/'net.safetensors'), net=make())
     assert_equal(again, net, data()[0])
@@ -140,7 +152,8 @@ def test_norms_under_another_name(quantized, tmp_path):
 
 def test_double_precision(tmp_path):
     net = merged(foreign().double(), batches=[x.double() for x in data()])
-    assert_equal(repq.load(repq.save(net, tmp_path/'net.safetensors'), net=foreign()), net, data()[0].double())
+    assert_equal(repq.load(repq.save(net, tmp_path/'net.safetensors'), net=foreign()), net,
+                 data()[0].double())
 
 
 def test_the_loaded_network_exports(tmp_path):
@@ -161,12 +174,14 @@ def test_about(tmp_path):
     path = tmp_path/'net.safetensors'
     repq.save(merged(foreign()), path, input_range='RGB -1..1', about=dict(accuracy=.9, labels=['a', 'b']))
     about = about_file(path)
-    assert about['about'] == dict(accuracy=.9, labels=['a', 'b']) and about['repq'] == repq.__version__ and about['format'] == 1
+    assert about['about'] == dict(accuracy=.9, labels=['a', 'b']) and about['repq'] == repq.__version__
+    assert about['format'] == 1
     assert about['input_range'] == 'RGB -1..1'
     again = repq.load(path, foreign(), input_range='RGB -1..1')
     assert again.input_range == 'RGB -1..1'
     assert about_file(repq.save(again, path))['input_range'] == 'RGB -1..1'      # it stays with the network
-    with pytest.raises(ValueError, match="its inputs are in 'RGB -1..1', not in 'RGB 0..1'"): repq.load(path, foreign(), input_range='RGB 0..1')
+    with pytest.raises(ValueError, match="its inputs are in 'RGB -1..1', not in 'RGB 0..1'"):
+        repq.load(path, foreign(), input_range='RGB 0..1')
     for wrong in ([1], dict(a=float('nan')), dict(a=torch.ones(1)), dict(a=(1, 2))):
         with pytest.raises(ValueError, match='about must be'): repq.save(merged(foreign()), path, about=wrong)
 
@@ -175,7 +190,8 @@ def test_range_of_super_resolution(tmp_path):
     net, path = merged(build_model('ecbsr'), batches=data(1)), tmp_path/'net.safetensors'
     repq.save(net, path)
     assert about_file(path)['input_range'] == repq.load(path).input_range == '0..255'
-    with pytest.raises(ValueError, match='ECBSR takes input in 0..255'): repq.save(net, path, input_range='0..1')
+    with pytest.raises(ValueError, match='ECBSR takes input in 0..255'):
+        repq.save(net, path, input_range='0..1')
     header, tensors = opened(path)
     for wrong in ('0..1', None):
         path.write_bytes(sealed(tensors, dict(header, input_range=wrong)))
@@ -195,13 +211,15 @@ def test_smaller_than_float(tmp_path):
 def test_save_refuses(tmp_path):
     path = tmp_path/'net.safetensors'
     quantized = repq.ptq(foreign().eval(), data())
-    with pytest.raises(ValueError, match=r'not merged: repq\.save\(repq\.merge\(net\), path\)'): repq.save(quantized, path)
+    with pytest.raises(ValueError, match=r'not merged: repq\.save\(repq\.merge\(net\), path\)'):
+        repq.save(quantized, path)
     with pytest.raises(ValueError, match='no convolution'): repq.save(nn.Sequential(nn.ReLU()), path)
     with pytest.raises(TypeError, match='takes a network'): repq.save(quantized.state_dict(), path)
     net = merged(foreign())
     with torch.no_grad(): net[0].conv.weight[0, 0, 0, 0] += 1
     with pytest.raises(ValueError, match='0: the weights are not integers times steps'): repq.save(net, path)
-    with pytest.raises(ValueError, match='0: the weights are not integers times steps'): repq.save(merged(foreign()).half(), path)
+    with pytest.raises(ValueError, match='0: the weights are not integers times steps'):
+        repq.save(merged(foreign()).half(), path)
     net = merged(foreign())
     with torch.no_grad(): net[6].linear.bias[0] = float('nan')
     with pytest.raises(ValueError, match='6.bias holds NaN'): repq.save(net, path)
@@ -219,7 +237,8 @@ def test_a_network_that_was_changed_needs_a_frame(tmp_path):
     net = build_model('repvgg_a0', n_classes=5, width=.25)
     net.head = nn.Linear(net.head.in_features, 7)
     net = merged(net, batches=data(3, 32))
-    with pytest.warns(UserWarning, match='loading it will need net='): path = repq.save(net, tmp_path/'net.safetensors')
+    with pytest.warns(UserWarning, match='loading it will need net='):
+        path = repq.save(net, tmp_path/'net.safetensors')
     with pytest.raises(ValueError, match=r'repq\.load\(path, net=\.\.\.\)'): repq.load(path)
     frame = build_model('repvgg_a0', n_classes=7, width=.25)
     assert_equal(repq.load(path, net=frame), net, data(3, 32)[0])
@@ -232,7 +251,8 @@ def file(tmp_path): return repq.save(merged(foreign()), tmp_path/'net.safetensor
 
 
 def refused(path, match, net=None):
-    with pytest.raises(ValueError, match=match) as error: repq.load(path, net=foreign() if net is None else net)
+    with pytest.raises(ValueError, match=match) as error:
+        repq.load(path, net=foreign() if net is None else net)
     assert str(path) in str(error.value)
 
 
@@ -264,7 +284,8 @@ FOREIGN = {
     'header that is no object': (struct.pack('<Q', 8) + b'[1, 2]  ', 'not of repq.save'),
     'header without end': (struct.pack('<Q', 100_000) + b'['*100_000, 'header is damaged'),
     'header that is no text': (struct.pack('<Q', 8) + b'\xff'*8, 'header is damaged'),
-    'metadata of another kind': (struct.pack('<Q', 24) + b'{"__metadata__":["repq"]}'[:24], 'damaged|not of repq.save'),
+    'metadata of another kind': (struct.pack('<Q', 24) + b'{"__metadata__":["repq"]}'[:24],
+                                 'damaged|not of repq.save'),
 }
 
 @pytest.mark.parametrize('case', FOREIGN)
@@ -301,28 +322,41 @@ FORGED = {
     'no layers': (lambda h, t: (without(h, 'layers'), t), "its entry 'layers'"),
     'layers as a list': (lambda h, t: (dict(h, layers=[]), t), "its entry 'layers'"),
     'a layer that is none': (lambda h, t: (dict(h, layers={**h['layers'], '0': 7}), t), 'layer 0'),
-    'missing layer': (lambda h, t: (dict(h, layers=without(h['layers'], '0')), t), 'layers: the file does not have 0'),
-    'extra layer': (lambda h, t: (dict(h, layers={**h['layers'], '9': h['layers']['0']}), t), 'the file has 9'),
+    'missing layer': (lambda h, t: (dict(h, layers=without(h['layers'], '0')), t),
+                      'layers: the file does not have 0'),
+    'extra layer': (lambda h, t: (dict(h, layers={**h['layers'], '9': h['layers']['0']}), t),
+                    'the file has 9'),
     'missing tensor': (lambda h, t: (h, without(t, '0.step')), '0: step missing'),
     'missing codes': (lambda h, t: (h, without(t, '3.codes')), '3: codes missing'),
-    'missing weight of a PReLU': (lambda h, t: (h, without(t, '4.weight')), 'the file does not have 4.weight'),
+    'missing weight of a PReLU': (lambda h, t: (h, without(t, '4.weight')),
+                                  'the file does not have 4.weight'),
     'extra tensor': (lambda h, t: (h, {**t, 'more': torch.ones(1)}), 'the file has more'),
-    'extra tensor of a layer': (lambda h, t: (h, {**t, '0.weight': torch.ones(8, 3, 3, 3)}), 'the file has 0.weight'),
-    'shape of steps': (lambda h, t: (h, {**t, '0.step': torch.ones(1)}), r'0: step has the shape \(1,\), expected \(8,\)'),
-    'shape of codes': (lambda h, t: (h, {**t, '0.codes': t['0.codes'][:-1].clone()}), '0: codes has the shape'),
+    'extra tensor of a layer': (lambda h, t: (h, {**t, '0.weight': torch.ones(8, 3, 3, 3)}),
+                                'the file has 0.weight'),
+    'shape of steps': (lambda h, t: (h, {**t, '0.step': torch.ones(1)}),
+                       r'0: step has the shape \(1,\), expected \(8,\)'),
+    'shape of codes': (lambda h, t: (h, {**t, '0.codes': t['0.codes'][:-1].clone()}),
+                       '0: codes has the shape'),
     'shape of a PReLU': (lambda h, t: (h, {**t, '4.weight': torch.ones(1)}), '4.weight has the shape'),
     'type of codes': (lambda h, t: (h, {**t, '0.codes': t['0.codes'].float()}), '0: codes has the type'),
-    'type of steps': (lambda h, t: (h, {**t, '0.step': torch.ones(8, dtype=torch.int64)}), '0: step has the type'),
-    'type of a PReLU': (lambda h, t: (h, {**t, '4.weight': torch.ones(8, dtype=torch.int64)}), '4.weight has the type'),
+    'type of steps': (lambda h, t: (h, {**t, '0.step': torch.ones(8, dtype=torch.int64)}),
+                      '0: step has the type'),
+    'type of a PReLU': (lambda h, t: (h, {**t, '4.weight': torch.ones(8, dtype=torch.int64)}),
+                        '4.weight has the type'),
     'NaN step': (lambda h, t: (h, {**t, '0.step': torch.full((8,), float('nan'))}), '0: step holds NaN'),
     'negative step': (lambda h, t: (h, {**t, '0.step': -t['0.step']}), '0: step must be positive'),
-    'step of zero': (lambda h, t: (h, {**t, '0.input_step': torch.zeros(())}), '0: input_step must be positive'),
-    'infinite bias': (lambda h, t: (h, {**t, '6.bias': torch.full((4,), float('inf'))}), '6: bias holds NaN or infinity'),
-    'NaN in a PReLU': (lambda h, t: (h, {**t, '4.weight': torch.full((8,), float('nan'))}), '4.weight holds NaN'),
+    'step of zero': (lambda h, t: (h, {**t, '0.input_step': torch.zeros(())}),
+                     '0: input_step must be positive'),
+    'infinite bias': (lambda h, t: (h, {**t, '6.bias': torch.full((4,), float('inf'))}),
+                      '6: bias holds NaN or infinity'),
+    'NaN in a PReLU': (lambda h, t: (h, {**t, '4.weight': torch.full((8,), float('nan'))}),
+                       '4.weight holds NaN'),
     'other shape of a layer': (lambda h, t: (layer(h, shape=[8, 3, 1, 1]), t), '0: in the file shape'),
-    'other stride': (lambda h, t: (layer(h, stride=[2, 2]), t), r'0: in the file stride \(2, 2\), here \(1, 1\)'),
+    'other stride': (lambda h, t: (layer(h, stride=[2, 2]), t),
+                     r'0: in the file stride \(2, 2\), here \(1, 1\)'),
     'other kind': (lambda h, t: (layer(h, kind='linear', shape=[8, 3]), t), '0: in the file kind'),
-    'unknown kind': (lambda h, t: (layer(h, kind='os.system'), t), "layer 0: kind must be 'conv' or 'linear'"),
+    'unknown kind': (lambda h, t: (layer(h, kind='os.system'), t),
+                     "layer 0: kind must be 'conv' or 'linear'"),
     'unknown key': (lambda h, t: (layer(h, code='print(1)'), t), 'layer 0'),
     'bits': (lambda h, t: (layer(h, bits=64), t), 'layer 0: bits must be 2..8, got 64'),
     'bits of another packing': (lambda h, t: (layer(h, bits=2), t), '0: codes has the shape'),
@@ -332,7 +366,8 @@ FORGED = {
     'shape of text': (lambda h, t: (layer(h, shape='8333'), t), 'layer 0: shape must be'),
     'groups': (lambda h, t: (layer(h, groups=0), t), 'layer 0: groups'),
     'folded something else': (lambda h, t: (dict(h, folded=['0']), t), '0 was a batch norm'),
-    'folded something that is not there': (lambda h, t: (dict(h, folded=['nowhere']), t), 'nowhere was a batch norm'),
+    'folded something that is not there': (lambda h, t: (dict(h, folded=['nowhere']), t),
+                                           'nowhere was a batch norm'),
     'folded numbers': (lambda h, t: (dict(h, folded=[1]), t), "entry 'folded'"),
     'not folded': (lambda h, t: (dict(h, folded=[]), t), 'not those of the network|the file does not have'),
     'other activations': (lambda h, t: (dict(h, structure='0'*16), t), 'activations, pooling'),
@@ -352,7 +387,7 @@ def test_the_forger_can_write_whole_files(file):
     before = file.read_bytes()
     file.write_bytes(sealed(tensors, header))
     assert file.read_bytes() == before and repq.load(file, net=foreign())
-    assert ZEROS.encode() not in before
+    assert NO_DIGEST.encode() not in before
 
 
 NETWORKS = {
@@ -381,7 +416,8 @@ def test_forged_networks(case, tmp_path):
 
 def test_frames_that_do_not_fit(file):
     "Another network of the same length is not filled"
-    changes = {0: nn.Conv2d(3, 8, 5), 2: nn.SiLU(), 3: nn.Conv2d(8, 8, 3), 4: nn.PReLU(1), 6: nn.Linear(128, 5)}
+    changes = {0: nn.Conv2d(3, 8, 5), 2: nn.SiLU(), 3: nn.Conv2d(8, 8, 3), 4: nn.PReLU(1),
+               6: nn.Linear(128, 5)}
     for i, module in changes.items():
         frame = foreign()
         frame[i] = module

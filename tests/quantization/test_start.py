@@ -1,4 +1,4 @@
-"How quantizers start: in training only, channel by channel, from one batch or several; and copies that were made before"
+"How quantizers start: in training only, channel by channel, from one batch or several; and older copies"
 import copy, warnings
 import pytest, torch
 from torch import nn
@@ -7,7 +7,7 @@ import repq
 from repq.quantization.layer import RepConv2d
 from repq.quantization import set_mode
 from repq.quantization.network import quantizable_layers
-from repq.quantization.lsq import COLD, LSQ, PARTLY, START_BATCHES
+from repq.quantization.lsq import COLD, LSQ, PARTIAL, START_BATCHES
 from repq.tools.testing import assert_same, randomize_bn
 
 BLOCKS = ['plain', 'repvgg', 'acnet', 'orepa', 'dbb', 'mobileone']
@@ -15,7 +15,8 @@ BLOCKS = ['plain', 'repvgg', 'acnet', 'orepa', 'dbb', 'mobileone']
 
 def network(block='repvgg'):
     make = getattr(repq.blocks, block)
-    return nn.Sequential(make(3, 8), nn.ReLU(), make(8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    return nn.Sequential(make(3, 8), nn.ReLU(), make(8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(8, 5))
 
 
 def quantizers(net):
@@ -34,7 +35,8 @@ def test_zeros_say_nothing(block):
     layer.quantize(4, 4)
     with pytest.warns(UserWarning, match='batch of zeros'): layer(torch.zeros(4, 8, 9, 9))
     layer(x), fresh(x)
-    for name in ('weight_quantizer', 'input_quantizer'): assert torch.equal(getattr(layer, name).step, getattr(fresh, name).step)
+    for name in ('weight_quantizer', 'input_quantizer'):
+        assert torch.equal(getattr(layer, name).step, getattr(fresh, name).step)
     assert len(layer.weight_quantizer.codes(layer.kernel(x).weight).unique()) > 8
 
 
@@ -48,9 +50,10 @@ def test_a_channel_of_zeros_waits_alone():
     silent[:, 3] = 0
     layer(silent)
     q = layer.weight_quantizer
-    assert q.known.phase == PARTLY and q.waiting.tolist() == [i == 3 for i in range(8)]
+    assert q.status.phase == PARTIAL and q.waiting.tolist() == [i == 3 for i in range(8)]
     y = q.on_grid(layer.kernel(silent).weight)
-    assert torch.equal(y[3], layer.kernel(silent).weight[3]) and all(len(c.unique()) <= 16 for i, c in enumerate(y) if i != 3)
+    assert torch.equal(y[3], layer.kernel(silent).weight[3])
+    assert all(len(c.unique()) <= 16 for i, c in enumerate(y) if i != 3)
     layer(x)                                        # the channel speaks
     assert q.ready and .5 < q.step[3]/good.weight_quantizer.step[3] < 2
 
@@ -61,18 +64,19 @@ def test_a_channel_that_stays_silent_is_named(start):
     layer = repq.blocks.repvgg(8, 8).quantize(4, 4, start=start)
     with torch.no_grad(): layer.branch.parts[2].bn.running_var[3] = 0 # it was silent before, too
     with pytest.warns(UserWarning, match='output channels 3 of 8') as said:
-        for i in range(START_BATCHES + 2):
+        for _ in range(START_BATCHES + 2):
             x = torch.randn(16, 8, 9, 9)
             x[:, 3] = 0
             layer(x)
     steps = layer.weight_quantizer.step
-    assert layer.weight_quantizer.ready and steps[3] < 2*steps.median() and len([w for w in said if 'output channels' in str(w.message)]) == 1
+    assert layer.weight_quantizer.ready and steps[3] < 2*steps.median()
+    assert len([w for w in said if 'output channels' in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize('block', BLOCKS)
 @pytest.mark.parametrize('start', ['first', 'batches'])
 def test_evaluation_starts_nothing(block, start):
-    "A summary, a count of operations, a validation, zeros, whatever: training starts as if it had not happened"
+    "After a summary, a count of operations, a validation or zeros, training starts as if it were the first"
     torch.manual_seed(0)
     net = repq.quantize(randomize_bn(network(block)), 4, 4, start=start)
     twin, before = copy.deepcopy(net), copy.deepcopy(net.state_dict())
@@ -83,7 +87,8 @@ def test_evaluation_starts_nothing(block, start):
         net(255*torch.ones(2, 3, 12, 12)), net(torch.zeros(2, 3, 12, 12))
     assert len([w for w in said if 'full precision' in str(w.message)]) == 1, 'said once for the network'
     for name, t in net.state_dict().items(): assert torch.equal(t, before[name]), name
-    for i in range(START_BATCHES + 1): assert torch.equal(net.train()(images(seed=i)), twin.train()(images(seed=i)))
+    for i in range(START_BATCHES + 1):
+        assert torch.equal(net.train()(images(seed=i)), twin.train()(images(seed=i)))
     assert all(q.ready for q in quantizers(net))
 
 
@@ -91,11 +96,13 @@ def test_several_batches_are_started_from_full_precision():
     net = repq.quantize(randomize_bn(network()), 2, 2)
     reference = set_mode(copy.deepcopy(net), 'merged')
     for i in range(START_BATCHES):
-        assert torch.equal(net(images(seed=i)), reference(images(seed=i))) and not any(q.ready for q in quantizers(net))
+        assert torch.equal(net(images(seed=i)), reference(images(seed=i)))
+        assert not any(q.ready for q in quantizers(net))
     net(images(seed=99))
     assert all(q.ready for q in quantizers(net))
     again = repq.recalibrate(copy.deepcopy(net), [images(seed=i) for i in range(START_BATCHES)], 'ranges')
-    for a, b in zip(quantizers(net), quantizers(again)): assert_same(a.step, b.step, .25) # the same data, seen in evaluation
+    for a, b in zip(quantizers(net), quantizers(again)):
+        assert_same(a.step, b.step, .25)  # the same data, seen in evaluation
 
 
 @pytest.mark.parametrize('reentrant', [True, False])
@@ -112,13 +119,15 @@ def test_checkpointing_a_cold_network(reentrant, start):
         for (name, p), q in zip(net.named_parameters(), twin.parameters()):
             assert (p.grad is None) == (q.grad is None), name
             if p.grad is not None: assert torch.equal(p.grad, q.grad), name
-    assert all(q.ready for q in quantizers(net)) and all(torch.equal(a.step, b.step) for a, b in zip(quantizers(net), quantizers(twin)))
+    assert all(q.ready for q in quantizers(net))
+    assert all(torch.equal(a.step, b.step) for a, b in zip(quantizers(net), quantizers(twin)))
 
 
 def averages():
     import timm.utils
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-    return {'timm': lambda net: timm.utils.ModelEmaV3(net, decay=.99), 'torch': lambda net: AveragedModel(net),
+    return {'timm': lambda net: timm.utils.ModelEmaV3(net, decay=.99),
+            'torch': lambda net: AveragedModel(net),
             'torch ema': lambda net: AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(.99))}
 
 
@@ -144,12 +153,14 @@ def test_an_average_that_began_before_the_first_batch(kind, start):
 
 def test_compiling_a_cold_network_is_refused():
     net = repq.quantize(network(), 4, 4)
-    with pytest.raises(Exception, match='initialise the network first'): torch.compile(net, backend='eager')(images())
+    with pytest.raises(Exception, match='initialise the network first'):
+        torch.compile(net, backend='eager')(images())
 
 
 def test_a_step_that_ran_away_and_a_sign_that_was_wrong():
     torch.manual_seed(0)
-    net = repq.quantize(nn.Sequential(repq.blocks.plain(3, 8), nn.ReLU(), repq.blocks.plain(8, 4)), 4, 4, start='first')
+    net = repq.quantize(nn.Sequential(repq.blocks.plain(3, 8), nn.ReLU(), repq.blocks.plain(8, 4)), 4, 4,
+                        start='first')
     x = images().abs()
     net(x)
     assert not net[0].input_quantizer.signed
@@ -176,15 +187,18 @@ def test_state_is_in_one_place():
 
 
 def test_bad_start():
-    with pytest.raises(ValueError, match="start must be one of 'first', 'batches', got 'second'"): repq.quantize(network(), 4, 4, start='second')
-    with pytest.raises(ValueError, match='NaN or infinity'): repq.quantize(network(), 4, 4)(images()*float('nan'))
-    unsigned = RepConv2d(repq.algebra.branch.Conv(3, 4, 3)).quantize(4, 4, signed_input=False, start='batches')
+    with pytest.raises(ValueError, match="start must be one of 'first', 'batches', got 'second'"):
+        repq.quantize(network(), 4, 4, start='second')
+    with pytest.raises(ValueError, match='NaN or infinity'):
+        repq.quantize(network(), 4, 4)(images()*float('nan'))
+    unsigned = RepConv2d(repq.algebra.branch.Conv(3, 4, 3)).quantize(4, 4, signed_input=False,
+                                                                     start='batches')
     with pytest.raises(ValueError, match='negative numbers'): unsigned(images())
 
 
 def train_digits(net, dls, epochs, lr, *cbs):
     from fastai.basics import CrossEntropyLossFlat, Learner, accuracy
-    import fastai.callback.all # fit_one_cycle
+    import fastai.callback.all  # noqa: F401 (adds fit_one_cycle)
     learn = Learner(dls, net, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
     with learn.no_bar(), learn.no_logging():
         learn.fit_one_cycle(epochs, lr)
@@ -192,7 +206,7 @@ def train_digits(net, dls, epochs, lr, *cbs):
 
 
 def test_two_bits_do_not_collapse(request, capsys):
-    "Short trainings of the start page's network at 2 bits; of 18 that began with the first batch, 4 ended at 15% or less"
+    "The start page's network at 2 bits; of 18 trainings from the first batch, 4 ended at 15% or less"
     seeds, found = range(6 if request.config.getoption('--slow') else 1), {}
     for seed in seeds:
         torch.manual_seed(seed)

@@ -5,8 +5,8 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 from scipy import stats
-from records import metrics_of, write_all, write_run
-from repq.reproduce import statements, tables, verdicts
+from records import metrics_of, record_of, write_all, write_run
+from repq.reproduce import report, statements, verdicts
 from repq.reproduce.records import METHOD, id_of
 from repq.reproduce.evidence import Results
 from repq.reproduce.protocol import (EQUAL, FAILS, HOLDS, LEVEL, MARGINS, OPEN, Group, Interval, PValues, Question, decide, decide_family, decompose, holm,
@@ -196,7 +196,8 @@ def test_a_seed_missing_in_one_arm(batch):
 
 
 def test_records_of_two_processors(batch):
-    other = dict(processor=dict(name='another processor', instructions='ba9876543210'))
+    chip = dict(name='another processor', instructions='ba9876543210')
+    other = dict(processor=chip, segments=[record_of(run_at(accuracy('RepVGG-A0', 'Merged', '4')), {})['segments'][0] | dict(processor=chip)])
     change(batch, accuracy('RepVGG-A0', 'Merged', '4'), 1, other)
     v = verdict(batch, MERGED4)
     assert any(n.startswith('RepVGG-A0: no pair of two processors (a processor, 0123456789ab; another processor, ba9876543210) (seed 1)') for n in v.notes) and v.evidence[0].singles[0].ours.how == '2 seeds'
@@ -259,7 +260,7 @@ def test_a_claim_outside_its_premise(batch):
     v = verdict(batch, MERGED4)
     assert v.outside and v.notes[0].startswith('judged outside its premise') and 'RepVGG-A0 (RepQ-BN) −1.95' in v.notes[0] and 'RepVGG-B0' not in v.notes[0] and v.verdict == HOLDS
     assert not verdict(batch, 'RepQ-BN exceeds QARepVGG (QAT) by more than 1 % at 8 bits').outside and not verdict(batch, 'Re-parametrized training beats plain training in full precision').outside
-    assert 'outside its premise' in tables.claims_html([v]) and 'judged outside its premise' in tables.claims_markdown([v])
+    assert 'outside its premise' in report.claims_html([v]) and 'judged outside its premise' in report.claims_markdown([v])
 
 
 def test_a_single_network_that_says_otherwise_is_named(batch):
@@ -309,7 +310,7 @@ def test_where_the_paper_disagrees_with_itself():
 
 
 def test_every_verdict_is_a_sentence(seeds3):
-    found = tables.claims('smoke', seeds3, 3)
+    found = verdicts.claims('smoke', seeds3, 3)
     assert len({v.claim for v in found}) == len(list_claims())
     for v in found:
         assert v.why and 'None' not in v.why and 'nan' not in v.why and not v.why.endswith('.')

@@ -3,7 +3,8 @@ import html, json, os, re, shutil, struct, subprocess, zlib
 from pathlib import Path
 import pytest
 from records import all_runs, write_all, write_failure, write_run
-from repq.reproduce import tables
+from repq.reproduce import report
+from repq.reproduce.evidence import Results
 
 CHROMIUM = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome', 'chrome'))), None)
 browser = pytest.mark.skipif(CHROMIUM is None, reason='no Chromium or Chrome on this machine')
@@ -80,7 +81,7 @@ def complete(tmp_path_factory):
         if run.task != 'super_resolution': continue
         names = ('crop.png', 'crop-original.png', 'crop-bicubic.png')[:1 if run.bits < 32 else 3]
         write_run(root, run, pictures={name: png() for name in names})
-    return tables.write_report(root, 'cpu', 1)
+    return report.write_report(root, 'cpu', 1)
 
 
 @pytest.fixture(scope='module')
@@ -91,7 +92,7 @@ def half(tmp_path_factory):
         if i % 3 == 1: shutil.rmtree(root/'smoke'/run.id)
         if i % 9 == 1: write_failure(root, run, f'RuntimeError: <script>alert("{i}")</script> ' + '0123456789'*20)
     (root/'smoke'/runs[0].id/'record.json').write_text('{')
-    return tables.write_report(root, 'smoke', 1)
+    return report.write_report(root, 'smoke', 1)
 
 
 def check_page(found, dark=False):
@@ -137,14 +138,14 @@ def test_report_of_a_batch_under_way(half, tmp_path):
     check_links(half, found[1280]['anchors'])
     text = half.read_text()
     assert '<script>' not in text and '&lt;script&gt;alert' in text and text.index('id="results"') < text.index('id="progress"')
-    by = tables.progress(tables.Results('smoke', half.parent.parent, 1))
+    by = report.progress(Results('smoke', half.parent.parent, 1))
     assert len(by['failed']) > 5 and len(by['corrupt']) == 1
     assert all(f'{len(r)} {"not run" if state == "missing" else state}' in text for state, r in by.items()) and all(r.id in text for r in by['failed'])
 
 
 @browser
 def test_report_of_nothing(tmp_path):
-    page = tables.write_report(tmp_path/'results', 'smoke', 1)
+    page = report.write_report(tmp_path/'results', 'smoke', 1)
     found = open_in_browser(page, tmp_path/'b')
     check_page(found)
     assert found[390]['charts'] == [] and found[390]['images'] == []
@@ -178,5 +179,5 @@ def test_a_reader_never_sees_half_a_page(complete, monkeypatch):
     replace = os.replace
     def watch(a, b): seen.append((complete.read_text() == before, Path(a).parent == complete.parent, Path(a).read_text().endswith('</html>\n'))); replace(a, b)
     monkeypatch.setattr(os, 'replace', watch)
-    tables.write_report(complete.parent.parent, 'cpu', 1)
+    report.write_report(complete.parent.parent, 'cpu', 1)
     assert seen == [(True, True, True)] and not list(complete.parent.glob('.report*'))

@@ -5,12 +5,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 import pytest
 from records import metrics_of, write_all, write_failure, write_run
-from repq.reproduce import runs, tables
+from repq.reproduce import report, runs, tables, verdicts
 from repq.tools.files import write_json
 from repq.reproduce.records import METHOD, id_of
 from repq.reproduce.evidence import Results, show_error
-from repq.reproduce.tables import OPEN, accuracy, table
-from repq.reproduce.statements import psnr
+from repq.reproduce.protocol import OPEN
+from repq.reproduce.statements import accuracy, psnr
+from repq.reproduce.tables import table
 
 BEATS = 'RepQ-BN beats Plain at 8 bits'
 
@@ -26,7 +27,7 @@ def batch(whole, tmp_path): return Path(shutil.copytree(whole, tmp_path/'results
 def run_at(address, seed=0, profile='smoke', seeds=1): return next(r for r in Results(profile, '/nowhere', seeds).cells[address].runs if r.seed == seed)
 
 
-def verdict(root, claim, profile='smoke', seeds=1): return next(v for v in tables.claims(profile, root, seeds) if v.claim == claim)
+def verdict(root, claim, profile='smoke', seeds=1): return next(v for v in verdicts.claims(profile, root, seeds) if v.claim == claim)
 
 
 def change(root, run, **metrics):
@@ -57,7 +58,7 @@ def test_not_run_yet(batch):
     run = run_at(accuracy('RepVGG-A0', 'Plain', '8'))
     shutil.rmtree(batch/'smoke'/run.id)
     item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
-    assert (item.text, item.links, item.title) == ('not run', (), 'missing: was not run yet')
+    assert (item.text, item.links, item.title) == ('not run', (), 'not run yet')
     v = verdict(batch, BEATS)
     assert v.verdict == OPEN and 'RepVGG-A0 Plain at 8 bits was not run (seed 0)' in v.evidence[0].notes
 
@@ -73,7 +74,7 @@ def test_failed_run_says_why_everywhere(batch):
     assert r'\textless{}b\textgreater{}50\%\_of \{x\} | \& \$1\textasciitilde{}\textasciicircum{}\textbackslash{}' in t.latex()
     assert r'\<b\>50%\_of {x} \| & $1\~^\\' in t.markdown()
     assert why in str(t) and any(why in n for n in verdict(batch, BEATS).evidence[0].notes)
-    page = tables.write_report(batch, 'smoke', 1).read_text()
+    page = report.write_report(batch, 'smoke', 1).read_text()
     assert 'Runs that went wrong' in page and '&lt;b&gt;50%_of' in page and '<b>50' not in page
 
 
@@ -81,7 +82,7 @@ def test_children_of_a_failed_parent_name_it(batch):
     child = run_at(accuracy('AC-ResNet-18', 'RepQ-BN', '8'))
     for r in (child, child.parent): shutil.rmtree(batch/'smoke'/r.id)
     write_failure(batch, child.parent, 'out of memory')
-    assert row(table(2, 'smoke', batch, 1), 'AC-ResNet-18', 'RepQ-BN')[2].note == f'missing: its parent {child.parent.id} is failed'
+    assert row(table(2, 'smoke', batch, 1), 'AC-ResNet-18', 'RepQ-BN')[2].note == f'not run: its parent {child.parent.id} is failed'
 
 
 @pytest.mark.parametrize('damage, says', [
@@ -92,7 +93,7 @@ def test_damaged_results_are_named_not_trusted(batch, damage, says):
     damage(batch/'smoke'/run.id)
     item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
     assert item.text == 'corrupt' and says in item.note
-    assert verdict(batch, BEATS).verdict == OPEN and says in tables.write_report(batch, 'smoke', 1).read_text()
+    assert verdict(batch, BEATS).verdict == OPEN and says in report.write_report(batch, 'smoke', 1).read_text()
 
 
 @pytest.mark.parametrize('metrics, says', [
@@ -124,7 +125,7 @@ def test_results_of_another_method_are_shown_as_such(batch, monkeypatch):
     item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
     assert item.text == f'METHOD 7, now {METHOD}' and item.links == (f'{old}/notebook.ipynb',)
     assert verdict(batch, BEATS).verdict == OPEN and f'METHOD 7, now {METHOD}' in verdict(batch, BEATS).why
-    assert '1 other method' in tables.write_report(batch, 'smoke', 1).read_text()
+    assert '1 other method' in report.write_report(batch, 'smoke', 1).read_text()
 
 
 def test_what_collapsed_is_no_number(seeds3, tmp_path):
@@ -134,11 +135,11 @@ def test_what_collapsed_is_no_number(seeds3, tmp_path):
     change(root, first, accuracy=.1, best_accuracy=.95)
     item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'Plain')[2]
     mean = sum(100*metrics_of(r, images=1)['best_accuracy'] for r in others)/2
-    assert item.text.startswith(f'{mean:.2f} ±') and '2 of 3 seeds: collapsed: accuracy 0.1000 at its end, chance is 0.1000' in item.note
+    assert item.text.startswith(f'{mean:.2f} ±') and '2 of 3 seeds; collapsed: accuracy 0.1000 at its end, chance is 0.1000 (seed 0)' in item.note
     for r in others: change(root, r, accuracy=.1)
     item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'Plain')[2]
     assert item.text == 'collapsed' and len(item.links) == 1
-    assert 'Runs that went wrong' in tables.write_report(root, 'smoke', 3).read_text()
+    assert 'Runs that went wrong' in report.write_report(root, 'smoke', 3).read_text()
     sr = run_at(psnr('2', 'Plain', 'Set5'), seeds=3)
     bicubic = metrics_of(sr, images=1)['bicubic']['Set5']
     for level, state in ((bicubic - .9, 'done'), (bicubic - 1.1, 'collapsed')): # a margin of 1 dB
@@ -174,7 +175,7 @@ def test_a_seed_that_is_missing(seeds3, tmp_path):
     shutil.rmtree(root/'smoke'/run_at(at, 1, seeds=3).id)
     values = [100*metrics_of(run_at(at, s, seeds=3))['best_accuracy'] for s in (0, 2)]
     item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'RepQ-BN')[4]
-    assert item.text.startswith(f'{fmean(values):.2f} ±') and item.note == '2 of 3 seeds: missing: was not run yet' and len(item.links) == 2
+    assert item.text.startswith(f'{fmean(values):.2f} ±') and item.note == '2 of 3 seeds; not run yet (seed 1)' and len(item.links) == 2
 
 
 def test_seeds_of_the_last_batch_are_the_default(seeds3, tmp_path):
@@ -282,14 +283,14 @@ def test_every_number_of_ours_links_to_its_notebook(whole):
 
 
 def test_files_are_written_whole_or_not_at_all(batch, monkeypatch):
-    paths = tables.write_tables(batch, 'smoke', 1)
+    paths = report.write_tables(batch, 'smoke', 1)
     assert [p.name for p in paths] == ['tables.md', 'tables.html', 'tables.tex'] and all('93.' in p.read_text() for p in paths)
     links = re.findall(r'\]\(([^)]+)\)', paths[0].read_text())
     assert len(links) > 50 and all((batch/'smoke'/l).exists() for l in links)
     before = paths[0].read_text()
     def refuse(*_): raise OSError('no space left')
     monkeypatch.setattr(os, 'replace', refuse)
-    with pytest.raises(OSError, match='no space left'): tables.write_tables(batch, 'smoke', 1)
+    with pytest.raises(OSError, match='no space left'): report.write_tables(batch, 'smoke', 1)
     assert paths[0].read_text() == before and not list((batch/'smoke').glob('.tables*'))
 
 
@@ -314,18 +315,18 @@ def sections(text): return re.findall(r'<h2 id="([\w-]+)"', text)
 
 
 def test_table_2_leads_and_what_was_not_run_is_last(batch):
-    text = tables.write_report(batch, 'smoke', 1).read_text()
+    text = report.write_report(batch, 'smoke', 1).read_text()
     assert sections(text) == ['results', 'claims', 'figures', 'setting', 'machine', 'progress']
     captions = re.findall(r'<caption><span>(.*?)</span>', text)
     assert captions[0].startswith('Table 2') and text.index(captions[0]) < text.index('<h2 id="claims"')
     for run in {r for a, c in Results('smoke', batch, 1).cells.items() if a[0] == '2' for r in c.runs}: shutil.rmtree(batch/'smoke'/run.id, ignore_errors=True)
-    text = tables.write_report(batch, 'smoke', 1).read_text()
+    text = report.write_report(batch, 'smoke', 1).read_text()
     captions = re.findall(r'<caption><span>(.*?)</span>', text)
     assert captions[0].startswith('Table 3') and captions[-1].startswith('Table 2') and text.index(captions[-1]) > text.index('<h2 id="progress"')
     assert [t.number for t in tables.report_tables(Results('smoke', batch, 1))] == ['3', '4', '1', 'S1', '2']
 
 
 def test_claims_by_verdict(seeds3):
-    text = tables.claims_html(tables.claims('smoke', seeds3, 3))
+    text = report.claims_html(verdicts.claims('smoke', seeds3, 3))
     heads = re.findall(r'<h3>\d+ (.*?)</h3>', text)
     assert heads[0] == 'hold' and heads[-1] == 'without enough runs' and 'nan' not in text and 'None' not in text

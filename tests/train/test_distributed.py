@@ -1,4 +1,4 @@
-"Two processes on the CPU train one network: `learn.distrib_ctx()` with `QAT`. This file is also the script they run"
+"Two processes train one network: `learn.distrib_ctx()` with `QAT`. This file is also the script they run"
 import json, os, socket, subprocess, sys, time, warnings
 from pathlib import Path
 import pytest, torch
@@ -7,7 +7,8 @@ from repq.quantization import lsq as quantizer
 from repq.algebra.statistics import STATISTICS
 
 ONCE = 0.05   # the step that the run 'loaded' begins with
-RUNS = {**{s: dict(statistics=s) for s in STATISTICS}, 'orepa': dict(block='orepa'), 'staged': dict(statistics='estimate', schedule={0: 32, 1: 4})}
+RUNS = {**{s: dict(statistics=s) for s in STATISTICS}, 'orepa': dict(block='orepa'),
+        'staged': dict(statistics='estimate', schedule={0: 32, 1: 4})}
 
 
 def network(block):
@@ -22,7 +23,7 @@ def train(name, out, block='repvgg', **options):
     "One run in this process; writes all that the tests compare"
     from fastai.basics import Callback, CrossEntropyLossFlat, Learner
     from fastai.distributed import rank_distrib
-    import fastai.callback.schedule
+    import fastai.callback.schedule  # noqa: F401 (adds fit_one_cycle)
     from repq.data import digits_dls
     from repq.train.doctor import QATDoctor
     from repq.train.learner import QAT, cpu_distributed, running_statistics
@@ -37,35 +38,50 @@ def train(name, out, block='repvgg', **options):
     class Before(Callback):
         order = QAT.order - 1
         def after_pred(self):
-            if not self.training or any(k.startswith('initial') for k in seen) or not net.stem.weight_quantizer.ready: return
-            keep('initial', steps()); keep('batch', [('x', self.xb[0])])
+            if not self.training or not net.stem.weight_quantizer.ready: return
+            if any(k.startswith('initial') for k in seen): return
+            keep('initial', steps())
+            keep('batch', [('x', self.xb[0])])
         def after_train(self): keep('alone', statistics())
 
     class After(Callback):
         order = QAT.order + 10   # DistributedTrainer has wrapped the loader
         def before_train(self): note['shares'].append(self.learn.dl.get_idxs())
         def after_loss(self):
-            if self.training: note['losses'].append(self.loss.item()); keep('last', statistics())
-        def after_train(self): keep('averaged', statistics()); note['wrapped'] = type(self.learn.model).__name__
+            if self.training:
+                note['losses'].append(self.loss.item())
+                keep('last', statistics())
+        def after_train(self):
+            keep('averaged', statistics())
+            note['wrapped'] = type(self.learn.model).__name__
 
     def untouched(*_):   # between two batches nobody has written into the statistics
-        if net.training and note['losses']: note['own'] &= all(torch.equal(t, seen[f'last/{i}']) for i, t in statistics())
+        if net.training and note['losses']:
+            note['own'] &= all(torch.equal(t, seen[f'last/{i}']) for i, t in statistics())
     net.register_forward_pre_hook(untouched)
     local, share = [], quantizer.share_steps
-    def spy(steps): local.append(steps); return share(steps)
+    def spy(steps):
+        local.append(steps)
+        return share(steps)
     quantizer.share_steps = spy
     doctor = QATDoctor(looks=2, report=False)
-    learn = Learner(digits_dls(62 if loaded else 48), net, CrossEntropyLossFlat(), cbs=[qat, doctor, Before(), After()])
+    learn = Learner(digits_dls(62 if loaded else 48), net, CrossEntropyLossFlat(),
+                    cbs=[qat, doctor, Before(), After()])
     if loaded and rank_distrib() == 0:   # as if it alone had read a checkpoint
         for m in net.modules():
-            if isinstance(m, quantizer.Quantizer): m.set_step(ONCE, signed=m.channels is not None or m is net.stem.input_quantizer)
+            if isinstance(m, quantizer.Quantizer):
+                m.set_step(ONCE, signed=m.channels is not None or m is net.stem.input_quantizer)
             if isinstance(m, torch.nn.BatchNorm2d): m.running_mean.fill_(3.)
-    with cpu_distributed(), learn.distrib_ctx(cpu=True), learn.no_logging(), learn.no_bar(): learn.fit_one_cycle(1 + ('schedule' in options), 0.03)
+    with cpu_distributed(), learn.distrib_ctx(cpu=True), learn.no_logging(), learn.no_bar():
+        learn.fit_one_cycle(1 + ('schedule' in options), 0.03)
     quantizer.share_steps = share
     keep('local', ((str(i), t) for i, t in enumerate(local)))
     keep('final', ((n, t) for n, t in net.state_dict().items()))
-    note |= dict(doctor=sorted({r['layer'] for r in doctor.rows}), bits={n: [l.weight_quantizer.bits, l.input_quantizer.bits] for n, l in net.named_modules() if hasattr(l, 'weight_quantizer')})
-    note['bare'] = learn.model is net and not any(isinstance(m, torch.nn.SyncBatchNorm) for m in net.modules())
+    note |= dict(doctor=sorted({r['layer'] for r in doctor.rows}),
+                 bits={n: [l.weight_quantizer.bits, l.input_quantizer.bits] for n, l in net.named_modules()
+                       if hasattr(l, 'weight_quantizer')})
+    note['bare'] = learn.model is net and not any(isinstance(m, torch.nn.SyncBatchNorm)
+                                                  for m in net.modules())
     save_file(seen, out/f'{name}.{rank_distrib()}.safetensors')
     (out/f'{name}.{rank_distrib()}.json').write_text(json.dumps(note))
 
@@ -99,15 +115,23 @@ def run_ranks(folder)->str:
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
-    env = {**os.environ, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'WORLD_SIZE': '2', 'GLOO_SOCKET_IFNAME': 'lo', 'OMP_NUM_THREADS': '1',
+    env = {**os.environ, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'WORLD_SIZE': '2',
+           'GLOO_SOCKET_IFNAME': 'lo', 'OMP_NUM_THREADS': '1',
            'PYTHONPATH': os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get('PYTHONPATH', '')])}
     logs = [folder/f'log.{r}' for r in range(2)]
-    ranks = [subprocess.Popen([sys.executable, __file__, str(folder)], env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)}, stdout=l.open('w'), stderr=subprocess.STDOUT)
+    ranks = [subprocess.Popen([sys.executable, __file__, str(folder)],
+                              env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)}, stdout=l.open('w'),
+                              stderr=subprocess.STDOUT)
              for r, l in enumerate(logs)]
     end = time.monotonic() + 240
-    while None in (codes := [p.poll() for p in ranks]) and not any(codes) and time.monotonic() < end: time.sleep(0.2)   # one that fails leaves the other waiting
-    for p in ranks: p.kill(); p.wait()
-    return '' if codes == [0, 0] else f'exit codes {codes} (None: was still running)\n' + '\n'.join(l.read_text()[-3000:] for l in logs)
+    while None in (codes := [p.poll() for p in ranks]) and not any(codes) and time.monotonic() < end:
+        time.sleep(0.2)  # one that fails leaves the other waiting
+    for p in ranks:
+        p.kill()
+        p.wait()
+    if codes == [0, 0]: return ''
+    said = [l.read_text()[-3000:] for l in logs]
+    return '\n'.join([f'exit codes {codes} (None: was still running)', *said])
 
 
 @pytest.fixture(scope='module')
@@ -127,7 +151,8 @@ def out(tmp_path_factory):
 
 def of_ranks(out, name, what):
     "Tensors of one kind that both processes wrote"
-    found = [{k.removeprefix(f'{what}/'): t for k, t in load_file(out/f'{name}.{r}.safetensors').items() if k.startswith(f'{what}/')} for r in range(2)]
+    found = [{k.removeprefix(f'{what}/'): t for k, t in load_file(out/f'{name}.{r}.safetensors').items()
+              if k.startswith(f'{what}/')} for r in range(2)]
     assert found[0] and found[0].keys() == found[1].keys()
     return found
 
@@ -157,8 +182,11 @@ def test_processes_end_with_one_network(out, name):
 def test_running_statistics_are_averaged(out, name):
     alone, averaged = of_ranks(out, name, 'alone'), of_ranks(out, name, 'averaged')
     assert furthest(*alone) > 1e-3 and furthest(*averaged) == 0
-    if name != 'staged': assert all(n['own'] for n in notes(out, name))   # averaged once in an epoch, not overwritten in between
-    for k, t in averaged[0].items(): torch.testing.assert_close(t, (alone[0][k] + alone[1][k])/2, rtol=1e-6, atol=1e-7)
+    # averaged once in an epoch, not overwritten in between
+    if name != 'staged':
+        assert all(n['own'] for n in notes(out, name))
+    for k, t in averaged[0].items():
+        torch.testing.assert_close(t, (alone[0][k] + alone[1][k])/2, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize('name', RUNS)
@@ -168,7 +196,8 @@ def test_training_through_the_wrapper(out, name):
         losses = n['losses']
         assert sum(losses[-3:]) < 0.9*sum(losses[:3]), losses
         assert n['wrapped'] == 'DistributedDataParallel' and n['bare']
-        assert n['bits']['stem'] == [4, 8] and n['bits']['head'] == [4, 4]   # the paper's exceptions go by name
+        # the paper's exceptions go by name
+        assert n['bits']['stem'] == [4, 8] and n['bits']['head'] == [4, 4]
         assert 'stem' in n['doctor'] and 'head' in n['doctor']
     for a, b in zip(*(n['shares'] for n in ranks)):
         assert len(a) == len(b) and not set(a) & set(b) and sorted(a + b) == list(range(1440))
@@ -179,8 +208,11 @@ def test_a_checkpoint_that_only_rank_0_has_read(out):
     first = of_ranks(out, 'loaded', 'initial')
     assert all((t == torch.tensor(ONCE)).all() for steps in first for t in steps.values())
     assert furthest(*of_ranks(out, 'loaded', 'final')) < 1e-6
-    assert not any(k.startswith('local') for k in load_file(out/'loaded.1.safetensors'))   # no step was searched
-    for n in notes(out, 'loaded'): assert len(n['losses']) == 11 and 'stem' in n['doctor']   # fastai promises 12 batches of 62: the doctor must not wait for the last
+    # no step was searched
+    assert not any(k.startswith('local') for k in load_file(out/'loaded.1.safetensors'))
+    # fastai promises 12 batches of 62: the doctor must not wait for the last
+    for n in notes(out, 'loaded'):
+        assert len(n['losses']) == 11 and 'stem' in n['doctor']
 
 
 def test_a_process_that_sees_zeros(out):

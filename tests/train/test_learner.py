@@ -23,11 +23,13 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 def network(block='repvgg'):
     torch.manual_seed(0)
     b = repq.blocks.BLOCKS[block]
-    return nn.Sequential(b(1, 16), nn.ReLU(), b(16, 32, stride=2), nn.ReLU(), b(32, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(b(1, 16), nn.ReLU(), b(16, 32, stride=2), nn.ReLU(), b(32, 32), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
 def learner(tmp_path, cbs=None, net=None, **kw):
-    learn = Learner(digits_dls(), net or network(), CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs, path=tmp_path, **kw)
+    learn = Learner(digits_dls(), net or network(), CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs,
+                    path=tmp_path, **kw)
     learn.remove_cbs([c for c in learn.cbs if isinstance(c, ProgressCallback)])
     learn.logger = lambda *a: None
     return learn
@@ -43,7 +45,8 @@ def parent(tmp_path_factory):
 
 @pytest.mark.parametrize('statistics', STATISTICS)
 def test_trains_with_every_statistics(parent, tmp_path, statistics):
-    learn = learner(tmp_path, QAT(4, 4, statistics=statistics, exceptions={'0': (4, 8)}), copy.deepcopy(parent))
+    learn = learner(tmp_path, QAT(4, 4, statistics=statistics, exceptions={'0': (4, 8)}),
+                    copy.deepcopy(parent))
     learn.fit_one_cycle(2, 0.005)
     assert learn.validate()[1] > 0.9
     x = learn.dls.valid.one_batch()[0]
@@ -73,10 +76,13 @@ def train_list(learn): learn.fit(1, [1e-4, 1e-3])
 def train_slice(learn): learn.fit(1, slice(1e-4, 1e-3))
 def train_flat(learn): learn.fit_flat_cos(1, slice(1e-3))
 def train_fine(learn): learn.fine_tune(1, 0.01)
-def train_frozen(learn): learn.freeze_to(1); learn.fit_one_cycle(1, slice(1e-4, 1e-3))
+def train_frozen(learn):
+    learn.freeze_to(1)
+    learn.fit_one_cycle(1, slice(1e-4, 1e-3))
 
 
-@pytest.mark.parametrize('train', [train_one_cycle, train_list, train_slice, train_flat, train_fine, train_frozen])
+@pytest.mark.parametrize('train',
+                         [train_one_cycle, train_list, train_slice, train_flat, train_fine, train_frozen])
 def test_learning_rates_as_without_qat(tmp_path, train):
     "Groups, slices, frozen parameters and schedules are those of the same Learner without the callback"
     found = []
@@ -86,7 +92,8 @@ def test_learning_rates_as_without_qat(tmp_path, train):
         train(learn)
         steps = {id(p) for p in steps_of(learn.model)}
         weights = [p for p in learn.model.parameters() if id(p) not in steps]
-        found.append((rates.seen, learn.opt.frozen_idx, len(learn.opt.param_lists), [p.requires_grad for p in weights]))
+        found.append((rates.seen, learn.opt.frozen_idx, len(learn.opt.param_lists),
+                      [p.requires_grad for p in weights]))
     assert found[0] == found[1] and len(found[0][0]) >= 22
     inner = inner_rates(learn.opt)
     for (lr, wd), (step_lr, step_wd) in inner: assert step_lr == 0.1*lr and step_wd == 0 < wd
@@ -99,7 +106,8 @@ def test_the_steps_of_a_layer_are_in_the_group_of_its_weights(tmp_path):
     for name, layer in quantizable_layers(learn.model).items():
         group = groups[int(name) >= 4]
         assert {id(layer.weight_quantizer.step), id(layer.input_quantizer.step)} <= group
-    assert groups[0].isdisjoint(groups[1]) and len(groups[0] | groups[1]) == len(list(learn.model.parameters()))
+    assert groups[0].isdisjoint(groups[1])
+    assert len(groups[0] | groups[1]) == len(list(learn.model.parameters()))
 
 
 def decay_apart(m):
@@ -154,7 +162,8 @@ def first_update(parent, tmp_path, ratio, opt):
 
 OPTIMIZERS = dict(
     sgd=SGD, adam=Adam, radam=RAdam, ranger=ranger, torch_sgd=partial(OptimWrapper, opt=torch.optim.SGD),
-    torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW), torch_rms=partial(OptimWrapper, opt=torch.optim.RMSprop))
+    torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW),
+    torch_rms=partial(OptimWrapper, opt=torch.optim.RMSprop))
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
@@ -165,13 +174,17 @@ def test_the_ratio_reaches_every_optimizer(parent, tmp_path, name):
     assert not first_update(parent, tmp_path, 0., OPTIMIZERS[name]).any()
 
 
-@pytest.mark.parametrize('opt', [Larc, partial(SGD, mom=0.9, decouple_wd=False, lr=0.02), *OPTIMIZERS.values()])
+@pytest.mark.parametrize('opt',
+                         [Larc, partial(SGD, mom=0.9, decouple_wd=False, lr=0.02), *OPTIMIZERS.values()])
 def test_optimizers_train(parent, tmp_path, opt):
-    learn = learner(tmp_path, QAT(4, 4, step_lr=0.01), copy.deepcopy(parent), opt_func=opt, wd=0.1, splitter=halves)
+    learn = learner(tmp_path, QAT(4, 4, step_lr=0.01), copy.deepcopy(parent), opt_func=opt, wd=0.1,
+                    splitter=halves)
     learn.fit(1, 1e-3)
-    for (lr, wd), (step_lr, step_wd) in inner_rates(learn.opt): assert (step_lr, step_wd, wd) == (0.01*lr, 0, 0.1)
+    for (lr, wd), (step_lr, step_wd) in inner_rates(learn.opt):
+        assert (step_lr, step_wd, wd) == (0.01*lr, 0, 0.1)
     assert all(s.isfinite().all() for s in steps_of(learn.model))
-    if isinstance(opt, partial) and 'lr' in opt.keywords: assert learn.lr == 0.02   # as create_opt would have set it
+    if isinstance(opt, partial) and 'lr' in opt.keywords:
+        assert learn.lr == 0.02  # as create_opt would have set it
 
 
 @pytest.mark.parametrize('quantized', [False, True])
@@ -199,14 +212,16 @@ def test_groups_with_options(tmp_path):
 
 def test_no_optimizer_of_fastai(tmp_path):
     for opt in (torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)):
-        with pytest.raises(TypeError, match=r'is an optimizer of torch.*partial\(OptimWrapper, opt=torch.optim.SGD\)'):
+        with pytest.raises(TypeError,
+                           match=r'is an optimizer of torch.*partial\(OptimWrapper, opt=torch.optim.SGD\)'):
             learner(tmp_path, QAT(4, 4), opt_func=opt)
 
 
 def test_gradient_accumulation(parent, tmp_path):
     "Two batches of 64 are one of 128: the same steps of the optimizer, at the same rates"
     rates = Rates()
-    learn = learner(tmp_path, [QAT(4, 4), GradientAccumulation(128), rates], copy.deepcopy(parent), opt_func=SGD)
+    learn = learner(tmp_path, [QAT(4, 4), GradientAccumulation(128), rates], copy.deepcopy(parent),
+                    opt_func=SGD)
     learn.fit_one_cycle(1, 1e-2)
     assert len(learn.opt.param_lists) == 1 and len(rates.seen) == 11
     (lr, _), (step_lr, _) = inner_rates(learn.opt)[0]
@@ -219,11 +234,14 @@ class ScaledOnCPU(MixedPrecision):
         self.autocast = torch.autocast('cpu', enabled=False)
         self.learn.n_skipped = 0
         self.learn.scaler, self.scales = torch.amp.GradScaler('cpu', init_scale=2.**127), []
-    def after_step(self): super().after_step(); self.learn.n_skipped += self.skipped
+    def after_step(self):
+        super().after_step()
+        self.learn.n_skipped += self.skipped
 
 
 def test_gradient_scaling(parent, tmp_path):
-    learn = learner(tmp_path, [QAT(4, 4, statistics='batch'), ScaledOnCPU()], copy.deepcopy(parent), splitter=halves)
+    learn = learner(tmp_path, [QAT(4, 4, statistics='batch'), ScaledOnCPU()], copy.deepcopy(parent),
+                    splitter=halves)
     learn.loss_func = lambda p, y: 1000*nn.functional.cross_entropy(p, y)   # Adam does not mind
     learn.fit(2, 1e-3)
     assert 2 < learn.n_skipped < 30 and len(learn.opt.param_lists) == 2 and learn.validate()[1] > 0.9
@@ -271,10 +289,12 @@ def test_a_second_qat_takes_over(parent, tmp_path, how):
     "From 8 to 4 bits; the quantizers are initialised once for 4 bits, not in every epoch"
     cold = Initialised()
     first, second = QAT(8, 8, statistics='batch', step_lr=0.5), QAT(4, 4, statistics='batch', step_lr=0.05)
-    learn = learner(tmp_path, [first, second, cold] if how == 'together' else [first, cold], copy.deepcopy(parent))
+    learn = learner(tmp_path, [first, second, cold] if how == 'together' else [first, cold],
+                    copy.deepcopy(parent))
     if how != 'together':
         learn.fit_one_cycle(1, 3e-3)
-        assert learn.model[2].weight_quantizer.bits == 8 and inner_rates(learn.opt)[0][1][0] == 0.5*learn.opt.hypers[0]['lr']
+        assert learn.model[2].weight_quantizer.bits == 8
+        assert inner_rates(learn.opt)[0][1][0] == 0.5*learn.opt.hypers[0]['lr']
         cold.cold.clear()
     if how == 'add_cb': learn.add_cb(second)
     learn.fit_one_cycle(3, 3e-3, cbs=second if how == 'fit' else None)
@@ -282,7 +302,8 @@ def test_a_second_qat_takes_over(parent, tmp_path, how):
     assert inner_rates(learn.opt)[0][1][0] == 0.05*learn.opt.hypers[0]['lr']
     assert [c for c in learn.cbs if isinstance(c, QAT)] == ([] if how == 'fit' else [second])
     learn.fit(1, 1e-3)                # and again, with what is there
-    assert cold.cold[3:] == [False] and learn.model[2].weight_quantizer.bits == 4 and learn.validate()[1] > 0.9
+    assert cold.cold[3:] == [False] and learn.model[2].weight_quantizer.bits == 4
+    assert learn.validate()[1] > 0.9
 
 
 def test_a_quantized_network_gets_what_was_asked_for(parent, tmp_path):
@@ -290,7 +311,8 @@ def test_a_quantized_network_gets_what_was_asked_for(parent, tmp_path):
     x = digits_dls().train.one_batch()[0]
     net(x)
     steps, learn = [s.clone() for s in steps_of(net)], learner(tmp_path, QAT(8, 8), net)
-    assert all(torch.equal(a, b) for a, b in zip(steps, steps_of(net))) and net[2].statistics == 'batch'   # nothing was asked
+    # nothing was asked
+    assert all(torch.equal(a, b) for a, b in zip(steps, steps_of(net))) and net[2].statistics == 'batch'
     learn.add_cb(QAT(8, 8, statistics='estimate', family='noise', start='batches'))
     assert all(torch.equal(a, b) for a, b in zip(steps, steps_of(net)))
     assert {l.statistics for l in net.modules() if isinstance(l, repq.RepConv2d)} == {'estimate'}
@@ -308,13 +330,15 @@ def test_layers_that_the_network_left_in_full_precision(parent, tmp_path):
 
 
 def test_fine_tune_after_fit_and_load(parent, tmp_path):
-    def make(): return learner(tmp_path, QAT(4, 4, statistics='batch'), copy.deepcopy(parent), splitter=halves)
+    def make():
+        return learner(tmp_path, QAT(4, 4, statistics='batch'), copy.deepcopy(parent), splitter=halves)
     learn = make()
     learn.fit_one_cycle(1, 3e-3)
     steps = [s.clone() for s in steps_of(learn.model)]
     learn.save('once', with_opt=True)
     learn.fine_tune(1, 3e-3)
-    assert all(0.5 < (a/b).median() < 2 for a, b in zip(steps, steps_of(learn.model)))   # not initialised again
+    # not initialised again
+    assert all(0.5 < (a/b).median() < 2 for a, b in zip(steps, steps_of(learn.model)))
     assert learn.validate()[1] > 0.9
     fresh = make().load('once')
     assert all(torch.equal(a, b) for a, b in zip(steps, steps_of(fresh.model)))
@@ -335,15 +359,26 @@ def test_full_precision_is_a_stage_too(parent, tmp_path):
 
 @pytest.mark.parametrize('wrong, said', [
     (dict(weight_bits='4', act_bits='4'), r"from 2 to 8, or 32 for both.*got \('4', '4'\).*QAT\(4, 4\)"),
-    (dict(weight_bits=16), 'from 2 to 8.*got \\(16, 4\\)'), (dict(act_bits=32), '32 for both.*got \\(4, 32\\)'),
-    (dict(weight_bits=True), 'whole numbers'), (dict(weight_bits=4.), 'whole numbers'),
-    (dict(statistics='exact'), "'batch', 'estimate'.*got 'exact'"), (dict(exceptions='official'), "'paper', None or a dict"),
-    (dict(exceptions={'stem': 9}), "bits of 'stem' must be.*got 9"), (dict(family='lqs'), "'lsq', 'noise'.*got 'lqs'"),
-    (dict(start_epoch=-1), 'start_epoch.*got -1'), (dict(start_epoch=1.5), 'start_epoch.*got 1.5'),
-    (dict(schedule=[8, 4]), 'a dict from epoch to bits.*got \\[8, 4\\]'), (dict(schedule={2: 8}), 'epoch 0 on'),
-    (dict(schedule={0: '8'}), "bits of epoch 0.*got '8'"), (dict(schedule={'0': 8}), "number of an epoch.*got '0'"),
-    (dict(schedule={0: 8}, start_epoch=1), 'give one of them'), (dict(step_lr=-1), 'relative to that of the weights'),
-    (dict(start='second'), "'batches'.*got 'second'"), (dict(step_lr='0.1'), "got '0.1'"), (dict(step_lr=float('nan')), 'got nan'), (dict(freeze_bn_epoch='last'), "got 'last'")])
+    (dict(weight_bits=16), 'from 2 to 8.*got \\(16, 4\\)'),
+    (dict(act_bits=32), '32 for both.*got \\(4, 32\\)'),
+    (dict(weight_bits=True), 'whole numbers'),
+    (dict(weight_bits=4.), 'whole numbers'),
+    (dict(statistics='exact'), "'batch', 'estimate'.*got 'exact'"),
+    (dict(exceptions='official'), "'paper', None or a dict"),
+    (dict(exceptions={'stem': 9}), "bits of 'stem' must be.*got 9"),
+    (dict(family='lqs'), "'lsq', 'noise'.*got 'lqs'"),
+    (dict(start_epoch=-1), 'start_epoch.*got -1'),
+    (dict(start_epoch=1.5), 'start_epoch.*got 1.5'),
+    (dict(schedule=[8, 4]), 'a dict from epoch to bits.*got \\[8, 4\\]'),
+    (dict(schedule={2: 8}), 'epoch 0 on'),
+    (dict(schedule={0: '8'}), "bits of epoch 0.*got '8'"),
+    (dict(schedule={'0': 8}), "number of an epoch.*got '0'"),
+    (dict(schedule={0: 8}, start_epoch=1), 'give one of them'),
+    (dict(step_lr=-1), 'relative to that of the weights'),
+    (dict(start='second'), "'batches'.*got 'second'"),
+    (dict(step_lr='0.1'), "got '0.1'"),
+    (dict(step_lr=float('nan')), 'got nan'),
+    (dict(freeze_bn_epoch='last'), "got 'last'")])
 def test_wrong_arguments(wrong, said):
     "At construction, with what was given and what is possible"
     with pytest.raises(ValueError, match=said): QAT(**wrong)
@@ -351,7 +386,8 @@ def test_wrong_arguments(wrong, said):
 
 def test_numbers_of_numpy_and_lists_are_fine():
     import numpy as np
-    qat = QAT(np.int64(4), np.int64(8), schedule={np.int64(0): [8, 8]}, step_lr=np.float32(0.5), exceptions={'stem': [8, 8]})
+    qat = QAT(np.int64(4), np.int64(8), schedule={np.int64(0): [8, 8]}, step_lr=np.float32(0.5),
+              exceptions={'stem': [8, 8]})
     assert qat.plan == {0: (8, 8), 1: (4, 8)} and qat.exceptions == {'stem': (8, 8)}
 
 
@@ -386,7 +422,8 @@ def test_export_of_a_learner_with_fastais_transforms(folder, tmp_path, when):
     "plum-dispatch 2.10 could not be pickled; what comes back predicts the same, and can be trained on"
     from fastai.vision.all import ImageDataLoaders
     b = repq.blocks.repvgg
-    net = nn.Sequential(b(3, 8), nn.ReLU(), b(8, 16, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    net = nn.Sequential(b(3, 8), nn.ReLU(), b(8, 16, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+                        nn.Flatten(), nn.Linear(16, 10))
     dls = ImageDataLoaders.from_folder(folder, valid_pct=0.2, bs=32, num_workers=0, seed=0)
     learn = Learner(dls, net, CrossEntropyLossFlat(), cbs=QAT(4, 4, step_lr=0.02), path=tmp_path)
     with learn.no_bar(), learn.no_logging():
@@ -395,11 +432,14 @@ def test_export_of_a_learner_with_fastais_transforms(folder, tmp_path, when):
         loaded = load_learner(tmp_path/'qat.pkl')
         x = dls.valid.one_batch()[0]
         if when != 'before': assert torch.equal(loaded.model.eval()(x), learn.model.eval()(x))
-        assert isinstance(learn.opt, StepRates) and loaded.qat.learn is loaded and loaded.qat.plan == learn.qat.plan
+        assert isinstance(learn.opt, StepRates) and loaded.qat.learn is loaded
+        assert loaded.qat.plan == learn.qat.plan
         loaded.dls = dls
-        with loaded.no_bar(), loaded.no_logging(): loaded.fit_one_cycle(2, 1e-2)   # steps need 8 batches, an epoch has 7
+        with loaded.no_bar(), loaded.no_logging():
+            loaded.fit_one_cycle(2, 1e-2)  # steps need 8 batches, an epoch has 7
     (lr, _), (step_lr, _) = inner_rates(loaded.opt)[0]
-    assert step_lr == 0.02*lr and loaded.model[2].mode == 'quantized' and loaded.model[2].weight_quantizer.ready
+    assert step_lr == 0.02*lr and loaded.model[2].mode == 'quantized'
+    assert loaded.model[2].weight_quantizer.ready
     assert loaded.opt_func.learn is loaded
 
 
@@ -426,11 +466,15 @@ class Modes(Callback):
 @pytest.mark.parametrize('statistics, fp_mode', [('batch', 'branches'), ('estimate', 'merged')])
 def test_stages_go_down_and_stay(tmp_path, statistics, fp_mode):
     modes = Modes()
-    learn = learner(tmp_path, [QAT(4, 4, statistics=statistics, schedule={0: 32, 1: 8, 2: 4}, freeze_bn_epoch=3), modes])
+    learn = learner(tmp_path,
+                    [QAT(4, 4, statistics=statistics, schedule={0: 32, 1: 8, 2: 4}, freeze_bn_epoch=3),
+                     modes])
     learn.fit(4, 0.01)
     assert [m[0] for m in modes.seen] == [fp_mode, 'quantized', 'quantized', 'quantized']
-    assert [m[1] for m in modes.seen][1:] == [8, 4, 4] and [m[2] for m in modes.seen] == [True, True, True, False]
-    learn.fit(1, 0.01)                                # a second fit starts at epoch 0 but does not go up again
+    assert [m[1] for m in modes.seen][1:] == [8, 4, 4]
+    assert [m[2] for m in modes.seen] == [True, True, True, False]
+    # a second fit starts at epoch 0 but does not go up again
+    learn.fit(1, 0.01)
     assert modes.seen[-1][:2] == ('quantized', 4)
 
 
@@ -485,9 +529,11 @@ def test_doctor_sees_and_advises(parent, tmp_path, capsys):
     healthy, sick = QATDoctor(), QATDoctor(report=False)
     learner(tmp_path, [QAT(4, 4, statistics='batch'), healthy], copy.deepcopy(parent)).fit_one_cycle(2, 0.002)
     t = healthy.table()
-    assert set(t.epoch) == {0, 1} and set(t.layer) == {'0', '2', '4', '8'} and (t.weight_step > 0).all() and t.inputs_clipped.between(0, 0.5).all()
+    assert set(t.epoch) == {0, 1} and set(t.layer) == {'0', '2', '4', '8'} and (t.weight_step > 0).all()
+    assert t.inputs_clipped.between(0, 0.5).all()
     assert capsys.readouterr().out.strip() == '\n'.join(healthy.advice())
-    learner(tmp_path, [QAT(2, 2, statistics='estimate', step_lr=30., start='first'), sick], copy.deepcopy(parent)).fit(2, 0.02)
+    learner(tmp_path, [QAT(2, 2, statistics='estimate', step_lr=30., start='first'), sick],
+            copy.deepcopy(parent)).fit(2, 0.02)
     said = '\n'.join(sick.advice())
     assert 'lower step_lr' in said
     sick.plot()
@@ -498,19 +544,21 @@ def test_doctor_sees_a_poor_estimate(parent, tmp_path):
     net, doctor = copy.deepcopy(parent), QATDoctor(report=False)
     for norm in net[2].norms(): norm.child.weight.data.abs_()
     learner(tmp_path, [QAT(8, 8, statistics='estimate', start='first'), doctor], net).fit(1, 1e-5)
-    assert doctor.table().set_index('layer').variance_error['2'] > .6 and "statistics='calibrated'" in said(doctor)
+    assert doctor.table().set_index('layer').variance_error['2'] > .6
+    assert "statistics='calibrated'" in said(doctor)
 
 
 def said(doctor): return '\n'.join(doctor.advice())
 
 
 def test_doctor_names_a_collapse(parent, tmp_path):
-    "Steps a thousand times too fast at 2 bits: the answers are chance. The healthy network of the same bits is not accused"
+    "Steps a thousand times too fast at 2 bits give chance; the healthy network of these bits is not accused"
     ill, well = QATDoctor(report=False), QATDoctor(report=False)
     learn = learner(tmp_path, [QAT(2, 2, statistics='batch', step_lr=100.), ill], copy.deepcopy(parent))
     learn.fit(2, 0.02)
     assert learn.validate()[1] < 0.2, 'the test needs a collapse'
-    assert 'collapsed: ' in said(ill) and 'most frequent class' in said(ill) and 'schedule={0: 8, 2: 4}' in said(ill)
+    assert 'collapsed: ' in said(ill) and 'most frequent class' in said(ill)
+    assert 'schedule={0: 8, 2: 4}' in said(ill)
     learn = learner(tmp_path, [QAT(2, 2, statistics='batch'), well], copy.deepcopy(parent))
     learn.fit(2, 0.003)
     assert learn.validate()[1] > 0.5 and 'collapsed' not in said(well) and 'rises' not in said(well)
@@ -520,7 +568,8 @@ def test_doctor_names_a_collapse(parent, tmp_path):
 def test_doctor_does_not_mistake_fewer_bits_for_illness(parent, tmp_path, bits, schedule):
     "A loss that is flat, because the network was good, or higher, because bits went down, is no collapse"
     doctor = QATDoctor(report=False)
-    learner(tmp_path, [QAT(bits, bits, statistics='batch', schedule=schedule), doctor], copy.deepcopy(parent)).fit(3, 1e-3)
+    learner(tmp_path, [QAT(bits, bits, statistics='batch', schedule=schedule), doctor],
+            copy.deepcopy(parent)).fit(3, 1e-3)
     assert 'collapsed' not in said(doctor) and 'rises' not in said(doctor) and 'run away' not in said(doctor)
 
 
@@ -546,7 +595,8 @@ def test_doctor_sees_a_step_that_has_run_away(parent, tmp_path, spoil, expected)
     assert 'run away' not in said(doctor)
     spoil(learn.model[2])
     learn.fit(1, 1e-3)        # one epoch, after a fit of two: the advice is about the last
-    assert expected in said(doctor) and 'all integers of its weights, or all of its input, are the same' in said(doctor)
+    assert expected in said(doctor)
+    assert 'all integers of its weights, or all of its input, are the same' in said(doctor)
     assert doctor.table().fit.tolist() == [1]*8 + [2]*4
 
 
@@ -561,7 +611,8 @@ def test_doctor_sees_a_sign_that_later_batches_contradict(parent, tmp_path):
     learn.fit(1, 1e-3, cbs=Positive())
     assert learn.model[0].input_quantizer.signed is False and 'negative' not in said(doctor)
     learn.fit(1, 1e-3)
-    found = re.search(r'^0: (\d+)% of its input is negative and clipped to 0: the sign was decided', said(doctor), re.M)
+    found = re.search(r'^0: (\d+)% of its input is negative and clipped to 0: the sign was decided',
+                      said(doctor), re.M)
     assert 30 < int(found[1]) < 80
     assert doctor.table().negatives_clipped[doctor.table().layer != '0'].max() == 0
 
@@ -620,27 +671,31 @@ def test_models_rules_are_used(tmp_path):
     "A RepNet's own exceptions reach the layers through the callback"
     net = repq.models.repvgg_a0(10, width=0.125, small_input=True, in_channels=1)
     layers = quantizable_layers(learner(tmp_path, QAT(4, 4), net).model)
-    assert (layers['stem'].weight_quantizer.bits, layers['stem'].input_quantizer.bits) == (4, 8) and layers['stage1.0'].input_quantizer.bits == 4
-    assert layers['stem'].input_quantizer.signed is True and layers['stage1.0'].input_quantizer.signed is False
+    assert (layers['stem'].weight_quantizer.bits, layers['stem'].input_quantizer.bits) == (4, 8)
+    assert layers['stage1.0'].input_quantizer.bits == 4
+    assert layers['stem'].input_quantizer.signed is True
+    assert layers['stage1.0'].input_quantizer.signed is False
 
 
 @pytest.mark.parametrize('statistics', STATISTICS)
 def test_mixed_precision(parent, statistics):
-    "The body in bfloat16, without oneDNN, whose bfloat16 instructions some virtual machines lack; the head in float32 for the same reason"
+    "The body in bfloat16, the head in float32; without oneDNN: some virtual machines lack its instructions"
     net = repq.quantize(copy.deepcopy(parent), 4, 4, statistics=statistics, start='first')
     opt, losses = torch.optim.SGD(net.parameters(), 0.001, momentum=.9), []
     for x, y in digits_dls().train:
         with torch.backends.mkldnn.flags(enabled=False):
             with torch.autocast('cpu', torch.bfloat16): features = net[:-1](x)
             loss = nn.functional.cross_entropy(net[-1](features.float()), y)
-            opt.zero_grad(); loss.backward(); opt.step()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
         losses.append(loss.item())
         assert all(p.grad.isfinite().all() for p in net.parameters())
     assert sum(losses[-5:]) < 1.2*sum(losses[:5]) and net.eval()(x).isfinite().all()
 
 
 def test_validates_what_was_loaded(tmp_path):
-    "A plan that begins with full precision does not hide that the loaded network is quantized; validation changes no step"
+    "A plan that begins in full precision sees that the network is quantized; validation changes no step"
     def make(): return learner(tmp_path, QAT(2, 2, schedule={0: 32, 1: 8, 2: 2}))
     learn = make()
     learn.fit(3, 0.01)
@@ -651,14 +706,17 @@ def test_validates_what_was_loaded(tmp_path):
     assert fresh.model[2].mode == 'branches'   # nothing was loaded: full precision, as the plan says
     fresh.load('trained')
     assert fresh.validate() == expected and fresh.model[2].mode == 'quantized'
-    for (name, a), b in zip(learn.model.state_dict().items(), fresh.model.state_dict().values()): assert torch.equal(a, b), name
+    for (name, a), b in zip(learn.model.state_dict().items(), fresh.model.state_dict().values()):
+        assert torch.equal(a, b), name
 
 
 def test_finished_training_is_resumed_quantized(tmp_path):
     from repq.reproduce.training import Workspace, fit
     def run():
         net = repq.quantize(network(), 4, 4, start='first')
-        with Workspace(tmp_path/'run') as work: fit(net, digits_dls(), nn.functional.cross_entropy, accuracy, work, 2, 0.01, bits=4, step_lr=1e-3, schedule_bits={0: 32, 1: 4})
+        with Workspace(tmp_path/'run') as work:
+            fit(net, digits_dls(), nn.functional.cross_entropy, accuracy, work, 2, 0.01, bits=4, step_lr=1e-3,
+                schedule_bits={0: 32, 1: 4})
         return net.eval()
     x, first, again = digits_dls().valid.one_batch()[0], run(), run()
     assert again[2].mode == 'quantized' and torch.equal(first(x), again(x))
@@ -678,9 +736,11 @@ def test_doctor_in_half_precision(parent, tmp_path, statistics):
         order = 29   # just before the doctor, as if the layers had got them from mixed precision
         def after_train(self): doctor.inputs = {n: x.bfloat16() for n, x in doctor.inputs.items()}
     doctor = QATDoctor(report=False)
-    learner(tmp_path, [QAT(4, 4, statistics=statistics), doctor, HalfInputs()], copy.deepcopy(parent)).fit(1, 0.002)
+    callbacks = [QAT(4, 4, statistics=statistics), doctor, HalfInputs()]
+    learner(tmp_path, callbacks, copy.deepcopy(parent)).fit(1, 0.002)
     t = doctor.table()
-    assert len(t) == 4 and t.variance_error[:3].notna().all() and t.inputs_clipped.between(0, 0.5).all() and not doctor.inputs
+    assert len(t) == 4 and t.variance_error[:3].notna().all() and t.inputs_clipped.between(0, 0.5).all()
+    assert not doctor.inputs
 
 @pytest.mark.parametrize('look', ['validate', 'summary', 'get_preds', 'show_training_loop'])
 def test_looking_before_training_leaves_quantizers_cold(parent, tmp_path, look):
@@ -696,7 +756,8 @@ def test_looking_before_training_leaves_quantizers_cold(parent, tmp_path, look):
     for (name, a), b in zip(run(False).items(), run(True).values()): assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize('start, ready', [('first', [False, True]), (None, [False, False]), ('batches', [False, False])])
+@pytest.mark.parametrize('start, ready',
+                         [('first', [False, True]), (None, [False, False]), ('batches', [False, False])])
 def test_how_steps_start(parent, tmp_path, start, ready):
     "With the first batch, or with several, which is the default"
     seen = []
