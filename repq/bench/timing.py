@@ -86,7 +86,7 @@ def one_thread_without_garbage():
         gc.enable()
         torch.set_num_threads(threads)
 
-# %% ../../nbs/bench/1_timing.ipynb #005e493e
+# %% ../../nbs/bench/1_timing.ipynb #4673efe2
 def interleaved(
     functions:dict,  # name -> function without arguments
     rounds:int=9,
@@ -166,7 +166,7 @@ def allocations(f)->list: # of bytes, negative when memory is freed
     found = [e['args'] for e in events if e.get('name') == '[memory]']
     return [e['Bytes'] for e in sorted(found, key=lambda e: e['Ev Idx'])]
 
-# %% ../../nbs/bench/1_timing.ipynb #c726268d
+# %% ../../nbs/bench/1_timing.ipynb #2469a972
 class Allocated(NamedTuple):
     "Memory of a call, in bytes"
     held:int # still allocated when it returned
@@ -186,18 +186,19 @@ def allocated_bytes(f)->Allocated:
     return Allocated(held - before, peak - before)
 
 # %% ../../nbs/bench/1_timing.ipynb #8625daa9
-def failed_compilations()->set:
-    "Kinds of quantizers and blocks for which torch.compile failed in this process"
-    if not is_there('repq.fast'): return set()
+def failed_compilations()->dict: # 'quantizer' and 'block' -> the kinds that failed
+    "What torch.compile failed for in this process"
+    if not is_there('repq.fast'): return dict(quantizer=set(), block=set())
     from repq.fast import quantizer, weights
-    return quantizer.FORMULAS.failed | weights.BLOCKS.failed
+    return dict(quantizer=quantizer.FORMULAS.failed, block=weights.BLOCKS.failed)
 
 def describe_path()->str:
     "The path that was chosen, and what is missing of it"
     if Seam.path == 'simple': return Seam.path
     if not is_there('repq.fast'): return f'{Seam.path}, without repq.fast'
     uses_compiler = Seam.path != 'fused'
-    return f'{Seam.path}, compiling failed' if uses_compiler and failed_compilations() else Seam.path
+    failed = uses_compiler and any(failed_compilations().values())
+    return f'{Seam.path}, compiling failed' if failed else Seam.path
 
 def conditions()->dict:
     "How this process measures now: threads, path, memory, device"
@@ -227,7 +228,7 @@ def as_json(v):
     if hasattr(v, 'item'): return as_json(v.item())
     return v if v == v and abs(v) < float('inf') else None
 
-# %% ../../nbs/bench/1_timing.ipynb #b3b9a146
+# %% ../../nbs/bench/1_timing.ipynb #a9f301b5
 def make_record(
     df:pd.DataFrame,
     name:str,          # of the file, without .json
@@ -280,7 +281,7 @@ def show_column(values)->list: # of str
         return v if isinstance(v, str) else f'{v:,.{digits}f}'
     return list(map(show, values))
 
-# %% ../../nbs/bench/1_timing.ipynb #18a60e28
+# %% ../../nbs/bench/1_timing.ipynb #17aad289
 def columns_markdown(
     labels:list,   # rows of words, the first one the header
     columns:dict   # header -> values, a word or a number for each row
@@ -291,7 +292,7 @@ def columns_markdown(
     rows = ([*w, *values] for w, values in zip(words, numbers))
     return markdown_table([*head, *columns], rows, left=len(head))
 
-# %% ../../nbs/bench/1_timing.ipynb #5179b9dc
+# %% ../../nbs/bench/1_timing.ipynb #bf3b6114
 def measured_where(record:dict)->str:
     "Command, machine, conditions and notes of a record, in Markdown"
     env, how = record['environment'], record.get('conditions', {})
@@ -316,7 +317,7 @@ def record_markdown(record:dict, columns=None)->str:
     below = f'{layouts}; ' if layouts else ''
     return f'{table}\n\n{below}{measured_where(record)}'
 
-# %% ../../nbs/bench/1_timing.ipynb #f94315de
+# %% ../../nbs/bench/1_timing.ipynb #c10e3e5d
 TARGET_COLUMNS = ('low', 'high', 'operations', 'at peak', 'must', 'aim', 'met', 'paper')
 
 def targets_markdown(records, value:str='relative')->str:
@@ -351,7 +352,7 @@ def marks_of(record:dict, name:str, value:str)->dict: # such as 'low' or 'must' 
     times = pd.Series(record.get('rounds', {}).get(name, [row[value]]), dtype=float)
     return dict(low=times.quantile(.25), high=times.quantile(.75))
 
-# %% ../../nbs/bench/1_timing.ipynb #25947213
+# %% ../../nbs/bench/1_timing.ipynb #c8181c77
 def draw_marks(ax, i:int, marks:dict): # i: number of the bar
     "Draw quartiles, targets, multiplications at peak and the paper's number"
     low, high, must, aim, paper, peak = map(marks.get, ('low', 'high', 'must', 'aim', 'paper', 'at peak'))
@@ -369,7 +370,7 @@ def longest_bar(rows:dict, marks:dict)->float:
     ends = [x for n in compared for x in (rows[n], *marks[n].values()) if x is not None]
     return 1.05*max(ends, default=max(rows.values()))
 
-# %% ../../nbs/bench/1_timing.ipynb #566d2d72
+# %% ../../nbs/bench/1_timing.ipynb #a42f3803
 def bar_panel(
     ax,                    # matplotlib's axes
     record:dict,
@@ -415,7 +416,7 @@ def add_legend(fig, panels): # panels: of (record, column)
     handles = [Line2D([], [], **style) for k, style in LEGEND.items() if k in drawn]
     if drawn: fig.legend(handles=handles, loc='outside lower center', ncols=5, fontsize=8, frameon=False)
 
-# %% ../../nbs/bench/1_timing.ipynb #4abf7828
+# %% ../../nbs/bench/1_timing.ipynb #9d4921ab
 def bar_figure(
     records:list,
     values:dict=None # column -> label of its axis, a panel for each; default: the time relative to plain

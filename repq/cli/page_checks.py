@@ -88,10 +88,11 @@ def code_lines(page):
     for c in page['cells']:
         text = ''.join(c['source'])
         if c['cell_type'] == 'code' and not re.search(r'^#\| (echo|include): false', text, re.M):
-            yield from text.splitlines()
+            yield from re.sub(r'^#\|.*\n', '', text, flags=re.M).splitlines()
         if c['cell_type'] == 'markdown':
-            blocks = re.finditer(r'^(`{3,})[^\n{]*\n(.*?)^\1', text, re.M | re.S)
-            for m in blocks: yield from m[2].splitlines()
+            blocks = re.finditer(r'^(`{3,})([^\n]*)\n(.*?)^\1\s*$', text, re.M | re.S)
+            for m in blocks:
+                if not m[2].startswith('{='): yield from m[3].splitlines()
 
 def pictures(page):
     "The alternative text of each picture of a page, '' if it has none"

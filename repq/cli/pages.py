@@ -169,7 +169,7 @@ def address_of(code):
 
 def link_names(text, up):
     "Prose in which pieces of code that are names lead to their explanation"
-    fixed = r'^(`{3,}|~{3,}).*?^\1\s*$|^#.*$|\[[^\]]*\]\([^)]*\)|<[^>]*>|``.+?``|\$\$.+?\$\$'
+    fixed = r'^(`{3,}|~{3,}).*?^\1\s*$|^#[^\n]*$|\[[^\]]*\]\([^)]*\)|<[^>]*>|``.+?``|\$\$.+?\$\$'
     out, last = [], 0
     def linked(m):
         address = address_of(m[1])
@@ -238,6 +238,16 @@ def listed(output):
     if 'data' not in output: return output
     texts = {k: lines(v) for k, v in output['data'].items() if k.startswith('text/')}
     return {**output, 'data': output['data'] | texts}
+
+def joined(outputs):
+    "Outputs in which texts that were printed one after another are one"
+    found = []
+    for o in outputs:
+        last = found[-1] if found else {}
+        if o.get('output_type') == last.get('output_type') == 'stream' and o['name'] == last['name']:
+            found[-1] = {**last, 'text': ''.join(last['text']) + ''.join(o['text'])}
+        else: found.append(o)
+    return found
 
 def without_examples(text, folder):
     "A stored output without links into a folder that was there for an example only"
@@ -323,6 +333,7 @@ def process(path, live=True):
             describe_images(c, heading)
             c['outputs'] = list(map(listed, c['outputs']))
         c['source'] = as_lines(''.join(c['source']))
+    for i, c in enumerate(page['cells']): c['id'] = f'cell-{i}'
     return page
 
 def page_cells(cell, name, depth):
@@ -333,7 +344,7 @@ def page_cells(cell, name, depth):
         cell['source'] = localize(link_names(text.removeprefix(NOT_IN_README + '\n'), '../'*depth), depth)
     if cell['cell_type'] != 'code': return [cell]
     cell['source'] = re.sub(r'^#\| eval:.*\n', '', text, flags=re.M)
-    cell['outputs'] = [o for o in map(offline, cell['outputs']) if o]
+    cell['outputs'] = joined(o for o in map(offline, cell['outputs']) if o)
     for o in cell['outputs']:
         if 'text/markdown' not in o.get('data', {}): continue
         shown = ''.join(o['data']['text/markdown'])

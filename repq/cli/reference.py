@@ -14,14 +14,18 @@ FIRST = {
         'models.resnet18': "repq.models.resnet18(n_classes=10, block='acnet')",
         'models.ecbsr': "repq.models.ecbsr(blocks=4, channels=8, scale=2, block='ecb')",
         'convert': "repq.convert(timm.create_model('repvgg_a0', num_classes=10))",
+        'expand': "repq.expand(repq.models.resnet18(n_classes=10, block='plain'), block='acnet')",
         'load_official': 'repq.load_official(net, state_dict)'},
     'Quantize and train': {
+        'ptq': 'int8 = repq.ptq(net, batches, weight_bits=8, act_bits=8)',
+        'inspect': 'repq.inspect(int8, batches)',
+        'sensitivity': 'measured = repq.sensitivity(net, dls.train, F.cross_entropy, n=2)',
+        'allocate': 'bits = repq.allocate(measured, size=200_000)',
         'quantize': "repq.quantize(net, weight_bits=4, act_bits=4, statistics='estimate')",
         'parameter_groups': 'torch.optim.SGD(repq.parameter_groups(net, lr=0.01, step_lr=0.001))',
         'QAT': 'Learner(dls, net, cbs=repq.QAT(weight_bits=4, act_bits=4))',
         'QATDoctor': 'Learner(dls, net, cbs=[repq.QAT(4, 4), repq.QATDoctor()])',
-        'recalibrate': 'repq.recalibrate(net, batches)',
-        'ptq': 'net = repq.ptq(net, batches, weight_bits=8, act_bits=8)'},
+        'recalibrate': 'repq.recalibrate(net, batches)'},
     'Deploy': {
         'merge': 'plain = repq.merge(net.eval())',
         'export_onnx': "repq.export_onnx(plain, 'net.onnx', batches[0])",
@@ -92,7 +96,8 @@ def definitions(tree): return {n.name: n for n in tree.body if isinstance(n, (as
 def public(tree):
     "What a module exports"
     for n in tree.body:
-        if isinstance(n, ast.Assign) and n.targets[0].id == '__all__': return ast.literal_eval(n.value)
+        named = isinstance(n, ast.Assign) and getattr(n.targets[0], 'id', '') == '__all__'
+        if named: return ast.literal_eval(n.value)
     return []
 
 
@@ -134,6 +139,21 @@ def value_text(value):
 
 # -- the page
 
+FOLD = """```{{=html}}
+<details><summary>{what}</summary>
+```
+
+{table}
+
+```{{=html}}
+</details>
+```"""
+
+def table(*columns, rows, widths):
+    "A table in Markdown; Pandoc takes the widths of columns from the numbers of dashes"
+    head = f'| {" | ".join(columns)} |\n|' + '|'.join(':---' + '-'*w for w in widths) + '|\n'
+    return head + '\n'.join(rows)
+
 def first_names():
     "The names a user types, by task, each with an example"
     parts = []
@@ -143,7 +163,8 @@ def first_names():
             module, last = home_of(name), name.split('.')[-1]
             says = first_line(definitions(tree_of(module))[last])
             rows.append(f'| [`repq.{name}`]({place(module, last)}) | {cell(says)} | `{cell(example)}` |')
-        parts.append(f'### {task}\n\n| name | what it does | example |\n|:---|:---|:---|\n' + '\n'.join(rows))
+        made = table('name', 'what it does', 'example', rows=rows, widths=(3, 5, 6))
+        parts.append(f'### {task}\n\n{made}')
     return '## First\n\n' + '\n\n'.join(parts)
 
 def statistics_names():
@@ -151,10 +172,10 @@ def statistics_names():
     for name, (paper, says, kind) in STATISTICS.items():
         link = f'[`repq.{kind}`]({place("algebra.statistics", kind)})'
         rows.append(f"| `'{name}'` | {paper} | {says} | {link} |")
-    head = '| value | in the paper | what happens | as an object |\n|:---|:---|:---|:---|\n'
-    return STATISTICS_TEXT.replace('TABLE', head + '\n'.join(rows))
+    made = table('value', 'in the paper', 'what happens', 'as an object', rows=rows, widths=(3, 3, 8, 4))
+    return STATISTICS_TEXT.replace('TABLE', made)
 
-def module_table(module):
+def module_table(module, fold=False):
     "A module's names; those at the top level of repq come first"
     tree, notebook = tree_of(module), notebooks()[module]
     nodes, loaded = definitions(tree), importlib.import_module(f'repq.{module}')
@@ -168,15 +189,16 @@ def module_table(module):
         rows.append(f'| [{name}]({address}){shown} | `{cell(call)}` | {cell(says)} |')
     about = (ast.get_docstring(tree) or '').rstrip('.')
     head = f'### repq.{module}\n\n{about}. [The page that explains it]({notebook}).\n\n'
-    return head + '| name | signature | what it does |\n|:---|:---|:---|\n' + '\n'.join(rows)
+    made = table('name', 'signature', 'what it does', rows=rows, widths=(3, 6, 6))
+    return head + (FOLD.format(what=f'{len(rows)} names', table=made) if fold else made)
 
-def room_tables(rooms, level='##'):
+def room_tables(rooms, fold=False):
     "Every name of some rooms"
     parts = []
     for room in rooms:
         about = importlib.import_module(f'repq.{room}').__doc__
-        parts.append(f'{level} Room {room}\n\n{(about or "").rstrip(".")}.')
-        parts += [module_table(m) for m in notebooks() if m.startswith(f'{room}.')]
+        parts.append(f'## Room {room}\n\n{(about or "").rstrip(".")}.')
+        parts += [module_table(m, fold) for m in notebooks() if m.startswith(f'{room}.')]
     return '\n\n'.join(parts)
 
 LEARN = 'algebra quantization models adopt train deploy'.split()

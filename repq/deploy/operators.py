@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HANDLERS', 'WRITTEN_AS', 'SAME', 'SYNONYMS', 'KNOWN', 'OPSET', 'IR_VERSION', 'UNARY', 'BINARY', 'REDUCE', 'PADDING',
-           'RESIZE', 'optional', 'passed', 'function_of', 'cleaned', 'Unsupported', 'rewritten', 'rewrites',
+           'RESIZE', 'optional', 'passed', 'function_of', 'cleaned', 'Unsupported', 'rewritten', 'rewrites', 'is_zero',
            'channelwise', 'scaled', 'permuted', 'size_of', 'ExampleProxy', 'ExampleTracer', 'as_inputs',
            'second_example', 'place', 'positional', 'trace_examples', 'why_not_traced', 'in_place_message', 'layout',
            'without_in_place', 'operation', 'Writer', 'numpy_type', 'handles', 'listed', 'pads', 'attributes_of',
@@ -22,13 +22,16 @@ import numpy as np
 import torch
 from torch import fx, nn, Tensor
 import torch.nn.functional as F
-from ..quantization.network import LayerTracer
+from ..quantization.wrapping import LayerTracer
 
 # %% ../../nbs/deploy/1_operators.ipynb #778beb2f
 def optional(name:str):
     "Import a package that only deployment needs"
     try: return import_module(name)
-    except ImportError as e: raise ImportError(f'deployment needs the package {name.split(".")[0]}: pip install repq[onnx]') from e
+    except ImportError as e:
+        package = name.split('.')[0]
+        extra = 'openvino' if package == 'openvino' else 'onnx'
+        raise ImportError(f'deployment needs the package {package}: pip install repq[{extra}]') from e
 
 # %% ../../nbs/deploy/1_operators.ipynb #86225595
 def passed(x, *_, **__): return x
@@ -98,6 +101,14 @@ WRITTEN_AS |= {
     torch.clamp_max: lambda x, max: torch.clamp(x, max=max),
     torch.div: lambda x, y, rounding_mode=None: (
         torch.floor_divide(x, y) if rounding_mode == 'floor' else NotImplemented)}
+
+def is_zero(x)->bool: return isinstance(x, (int, float)) and x == 0
+
+@rewrites(torch.add)
+def _(x, y, alpha=1):
+    if is_zero(x): x, y = y, x                                 # `sum` and blocks without a branch begin with 0
+    floating = getattr(getattr(x, 'dtype', None), 'is_floating_point', None) is True
+    return x.clone() if is_zero(y) and floating else NotImplemented
 
 @rewrites(F.glu)
 def _(x, dim=-1):
@@ -393,8 +404,9 @@ OPSET, IR_VERSION = 21, 10 # the first with 4-bit integers
 
 class Writer:
     "ONNX nodes and initialisers under construction"
-    def __init__(self, net, packed=False, fine_bias=False, integer=True):
-        self.net, self.packed, self.fine_bias, self.integer, self.helper = net, packed, fine_bias, integer, optional('onnx.helper')
+    def __init__(self, net, target=None, packed=False, fine_bias=False):
+        self.net, self.target, self.packed, self.fine_bias = net, target, packed, fine_bias
+        self.helper = optional('onnx.helper')
         self.nodes, self.constants, self.values, self.layers = [], {}, {}, []
         self.taken, self.attributes = set(), {}
 
@@ -420,8 +432,9 @@ class Writer:
         self.constants[name] = optional('onnx.numpy_helper').from_array(array, name)
         return name
 
-    def cast(self, x:str, dtype)->str:
-        return self.op('Cast', x, to=self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+    def cast(self, x:str, dtype, name=None)->str:
+        "A tensor in another type"
+        return self.op('Cast', x, name=name, to=self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
 # %% ../../nbs/deploy/1_operators.ipynb #2696d238
 def numpy_type(t:Tensor): return np.dtype(str(t.dtype).removeprefix('torch.').replace('float64', 'float32'))

@@ -3,6 +3,8 @@
 import sys, time
 from repq.reproduce.runs import Store, printable, read_progress
 
+__all__ = ['Board', 'clock']
+
 
 def clock(seconds:float)->str:
     "Seconds as hours, minutes and seconds"

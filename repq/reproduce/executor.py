@@ -6,6 +6,8 @@ from repq.tools.files import sha256
 from repq.reproduce.cluster import code_here, gpu_taken, introduce, objection, write_token
 from repq.reproduce.runs import ON_GPU, Store, printable
 
+__all__ = ['PATIENCE', 'Cluster', 'ClusterExecutor', 'connect', 'in_background', 'why_lost']
+
 PATIENCE = 20. # seconds without a worker that can be given runs
 
 

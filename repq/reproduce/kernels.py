@@ -6,6 +6,9 @@ from functools import cache
 from pathlib import Path
 from repq.reproduce.runs import ON_GPU, Run
 
+__all__ = ['KERNELS', 'PRELOAD', 'Forked', 'Kernels', 'can_fork', 'die_with', 'environment_variables',
+           'forkserver', 'kernel_main', 'kernel_manager', 'socket_folder', 'sweep_folders', 'without_main']
+
 # Importing torch and fastai takes five seconds of a core, as long as a short training. So kernels are
 # forked from a server process that has imported everything. Where processes cannot be forked (Windows,
 # CUDA, inside a Dask worker), kernels start the ordinary way.

@@ -6,14 +6,16 @@ import pytest, torch
 from torch import nn
 from repq.bench import cases as bench, timing as measuring
 from repq.algebra import statistics as norm
-from repq.fast import quantizer
-from repq.tools.registry import Seam, use_path
-from repq.bench.cases import LAYOUTS, LATE, Setting, at_step, bench_quantizer, bench_step, branch_chain, candidate_steps, compared_networks, compose_rows, find_peers, step_networks, step_targets
+from repq.tools.registry import Seam, is_there, use_path
+from repq.bench.cases import (LAYOUTS, LATE, Candidate, Setting, bench_quantizer, bench_step, branch_chain,
+                              candidate_steps, compared_networks, compose_rows, find_peers, step_networks,
+                              step_targets)
 from repq.cli.command import ABOUT, main
 from repq.algebra.branch import Conv, Norm, Seq
 from repq.quantization.layer import RepConv2d
-from repq.bench.timing import allocated_bytes, interleaved, judge, make_record, measured_where, read_bench, record_markdown, relative, save_bench, saved_bytes, summarize, targets_markdown
-from repq.algebra.statistics import Calibration, interval
+from repq.bench.timing import (allocated_bytes, interleaved, judge, make_record, measured_where, read_bench,
+                               record_markdown, relative, save_bench, saved_bytes, summarize, targets_markdown)
+from repq.algebra.statistics import interval
 from repq.reproduce.evidence import paper_times
 
 TINY = dict(batch=2, size=16, width=.125, depth=.1, n_classes=10)
@@ -206,23 +208,42 @@ def test_missing_peers_are_left_out_and_named(monkeypatch):
     assert not found and len(notes) == 2 and notes[0].startswith('Brevitas is left out') and notes[1].startswith('torchao is left out') and "pip install 'repq[bench]'" in notes[0]
 
 
+def slow_peer(x, bits):
+    step = torch.ones((), requires_grad=True)
+    return Candidate(lambda x: x*step + (time.sleep(.001) or 0), step)
+
+
 def test_a_peer_takes_part(monkeypatch):
-    def peer(x, bits):
-        step = torch.ones((), requires_grad=True)
-        return (lambda x: x*step + (time.sleep(.001) or 0)), step
-    monkeypatch.setattr(bench, 'PEERS', {'Brevitas': peer})
+    quantizer = pytest.importorskip('repq.fast.quantizer', reason='without repq.fast nothing is compiled')
+    monkeypatch.setattr(bench, 'PEERS', {'Brevitas': slow_peer})
     programs = quantizer.Programs('a quantizer', None)
-    for module in (quantizer, bench, measuring): monkeypatch.setattr(module, 'FORMULAS', programs)
+    monkeypatch.setattr(quantizer, 'FORMULAS', programs)
     monkeypatch.setattr(quantizer, 'compile_formula', lambda *args: 1/0) # no compiler
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         t = bench_quantizer(3, (2, 4, 8, 8))
     assert 'Brevitas' in t.index and 'times faster than Brevitas' in t and 'repq, compiled' not in t.index
-    assert any('torch.compile failed for a quantizer' in n for n in t.attrs['notes']) and t.attrs['rounds'].shape == (3, len(t))
-    assert programs.failed
+    assert any('torch.compile failed for a quantizer' in n for n in t.attrs['notes'])
+    assert programs.failed and t.attrs['rounds'].shape == (3, len(t))
     with use_path('auto'): assert measuring.conditions()['path'] == 'auto, compiling failed'
     for path in ('simple', 'fused'): # neither asks torch.compile for anything
         with use_path(path): assert measuring.conditions()['path'] == path
+
+
+@pytest.mark.parametrize('fast', [True, False])
+def test_rows_of_a_quantizer_with_and_without_fast(fast, monkeypatch):
+    "One row on the plain path instead of two; the record says that the folder is missing"
+    if fast and not is_there('repq.fast'): pytest.skip('repq.fast is missing')
+    for module in (bench, measuring): monkeypatch.setattr(module, 'is_there', lambda name: fast)
+    ours = [name for name in bench.quantizer_candidates(torch.randn(2, 4, 8, 8)) if name.startswith('repq')]
+    assert ours == (['repq, eager', 'repq, compiled'] if fast else ['repq, simple'])
+    with use_path('both'):
+        assert measuring.conditions()['path'] == ('both' if fast else 'both, without repq.fast')
+        net = bench.build_model('resnet18', block='acnet', width=.125)
+        assert ('RepQ-BNEst, torch.compile' in bench.methods_for(net)) == fast
+    if not fast:
+        monkeypatch.setattr(bench, 'PEERS', {'Brevitas': slow_peer})
+        assert 'repq, simple' in bench_quantizer(1, (2, 4, 8, 8)).index
 
 
 @pytest.mark.parametrize('name', bench.PEERS)

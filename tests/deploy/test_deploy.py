@@ -1,6 +1,7 @@
 "Deployment: the file computes what the network computes, on integers, and the certificate tells when it does not"
 import copy, hashlib, json, subprocess, sys
 from collections import OrderedDict
+from functools import partial
 import numpy as np
 import pytest, torch
 from torch import nn
@@ -9,11 +10,14 @@ onnx = pytest.importorskip('onnx')
 pytest.importorskip('onnxruntime')
 import repq
 from repq.blocks import BLOCKS, make_block
-from repq.deploy.export import code_range, executed_ops, export_onnx, integer_parameters, onnx_session, run_onnx
+from repq.deploy import export
+from repq.deploy.export import code_range, integer_parameters
+from repq.deploy.runtimes import executed_ops, onnx_session, run_onnx
 from repq.deploy.parity import FOLD, check_parity, saturates
 from repq.quantization.network import merge, quantizable_layers, quantize, recalibrate
 from repq.tools.testing import assert_same, randomize_bn
 
+export_onnx = partial(export.export_onnx, target='integer')   # every product on integers; other targets: test_targets.py
 FLOAT_KERNELS = {'Conv', 'FusedConv', 'Gemm', 'FusedGemm', 'MatMul', 'ConvTranspose'}
 MODELS = {'repvgg_a0': ((3, 32, 32), dict(n_classes=10, width=.125)), 'resnet18': ((3, 32, 32), dict(n_classes=10, width=.125)), 'ecbsr': ((1, 12, 12), dict(blocks=1))}
 
@@ -182,10 +186,10 @@ def test_foreign_network(tmp_path):
 
 
 def test_pure_qdq(tmp_path):
-    "integer=False writes QuantizeLinear and DequantizeLinear only, and computes the same"
+    "target='openvino' writes QuantizeLinear and DequantizeLinear only, and computes the same"
     x = torch.randn(4, 3, 32, 32)
     net = settled(repq.models.repvgg_a0(10, width=.125), x, 8, 8)
-    path = export_onnx(net, tmp_path/'qdq.onnx', x[:1], integer=False)
+    path = export_onnx(net, tmp_path/'qdq.onnx', x[:1], target='openvino')
     kinds = {n.op_type for n in onnx.load(path).graph.node}
     assert {'QuantizeLinear', 'DequantizeLinear', 'Conv'} <= kinds and not kinds & {'MatMulInteger', 'ConvInteger'}
     assert check_parity(net, path, [x]).ok

@@ -7,16 +7,8 @@ from repq.reproduce.evidence import listing
 
 ACCURACY = {'plain': .90, 'merged': .91, 'repq': .93, 'ptq': .89, 'fp': .92}
 COST = {32: 1024, 8: 64, 4: 16.2, 2: 4.6}   # bit-operations for one multiplication
-TIMES = {
-    'FP Plain': 1.0,
-    'FP Re-parametrized': 1.9,
-    'QAT Plain': 1.0,
-    'QAT RepQ': 1.5,
-    'QAT RepQ-BN': 1.9,
-    'QAT RepQ-BNEst': 1.3,
-    'QAT RepQ-calibrated': 1.4,
-    'QAT RepQ-sampled': 1.6,
-}
+TIMES = {'FP Plain': 1., 'FP Re-parametrized': 1.9, 'QAT Plain': 1., 'QAT RepQ': 1.5, 'QAT RepQ-BN': 1.9,
+         'QAT RepQ-BNEst': 1.3, 'QAT RepQ-calibrated': 1.4, 'QAT RepQ-sampled': 1.6}
 
 
 def metrics_of(run, images=5, n=10_000):
@@ -28,85 +20,42 @@ def metrics_of(run, images=5, n=10_000):
     loss = {32: 0, 8: -.005, 4: .03, 2: .2}[run.bits]
     if run.task == 'super_resolution':
         level = 33 + 20*(ACCURACY[run.strategy] - .9) - 10*loss
-        per_image = {
-            s: {f'{s} {i}': level + i + 0.1 * noise.random() for i in range(images)} for s in runs.TEST_SETS
-        }
+        per_image = {s: {f'{s} {i}': level + i + .1*noise.random() for i in range(images)}
+                     for s in runs.TEST_SETS}
         psnr = {s: sum(v.values())/len(v) for s, v in per_image.items()}
         stand_ins = dict(Set5='coffee', Set14='rocket', B100='camera', U100='coins') if images == 1 else {}
-        return dict(
-            psnr=psnr,
-            bicubic={s: 31.0 for s in psnr},
-            per_image=per_image,
-            images={s: images for s in psnr},
-            stand_ins=stand_ins,
-        )
-    a = (
-        ACCURACY[run.strategy]
-        - loss
-        + 0.002 * noise.random()
-        + 0.004 * (run.statistics == 'estimate' and run.bits == 4)
-    )
-    errors = (
-        {f'stage1.{i}': 0.05 + 0.02 * i + noise.random() * 0.03 for i in range(8)}
-        if run.statistics == 'estimate'
-        else {}
-    )
-    return dict(
-        accuracy=a - 0.004,
-        best_accuracy=a,
-        best_epoch=3,
-        valid_accuracy=[a],
-        test_size=n,
-        valid_size=n // 2,
-        held_out=True,
-        chance=0.1,
-        variance_error=errors,
-    )
+        return dict(psnr=psnr, bicubic={s: 31. for s in psnr}, per_image=per_image,
+                    images={s: images for s in psnr}, stand_ins=stand_ins)
+    estimate = run.statistics == 'estimate'
+    a = ACCURACY[run.strategy] - loss + .002*noise.random() + .004*(estimate and run.bits == 4)
+    layers = range(8 if estimate else 0)
+    errors = {f'stage1.{i}': .05 + .02*i + noise.random()*.03 for i in layers}
+    return dict(accuracy=a - .004, best_accuracy=a, best_epoch=3, valid_accuracy=[a], test_size=n,
+                valid_size=n//2, held_out=True, chance=.1, variance_error=errors)
 
 
 def record_of(run, metrics):
     "A whole record, as the notebook and the driver write it"
     level = metrics.get('best_accuracy') or metrics.get('psnr', {}).get('Set5') or 1.
     size = {'repvgg_b0': 2.2}.get(run.model, 1.)
-    more = (
-        {}
-        if run.task == 'time'
-        else dict(
-            layers=dict(
-                total=22,
-                reparametrized=0 if run.block == 'plain' or run.strategy == 'merged' else 21,
-                quantized=0 if run.bits == 32 else 22,
-            ),
-            cost=dict(macs=1_000_000, bit_ops=int(1_000_000 * size * COST[run.bits]), parameters=100_000),
-        )
-    )
-    chip = dict(name='a processor', instructions='0123456789ab')
+    history, more = [], {}
+    if run.task != 'time':
+        for e in range(1, 5):
+            history.append(dict(epoch=e, train_loss=1/e, valid_loss=1/e, metric=level*(1 - .1/e**2)))
+        branches = 0 if run.block == 'plain' or run.strategy == 'merged' else 21
+        layers = dict(total=22, reparametrized=branches, quantized=0 if run.bits == 32 else 22)
+        bit_ops = int(1_000_000*size*COST[run.bits])
+        more = dict(layers=layers, cost=dict(macs=1_000_000, bit_ops=bit_ops, parameters=100_000))
+    commit, chip = '0123456789abcdef', dict(name='a processor', instructions='0123456789ab')
+    segment = dict(commit=commit, processor=chip, torch='2.8.0', path='simple', first=0, last=40)
     return dict(
-        format=2,
-        id=run.id,
-        method=METHOD,
-        profile=run.profile,
-        spec=run.stored,
-        metrics=metrics,
-        history=[
-            dict(epoch=e, train_loss=1 / e, valid_loss=1 / e, metric=level * (1 - 0.1 / e**2))
-            for e in range(1, 5)
-        ]
-        if run.task != 'time'
-        else [],
-        **more,
+        format=2, id=run.id, method=METHOD, profile=run.profile, spec=run.stored, metrics=metrics,
+        history=history, **more, commit=commit, finished='2026-01-01T00:00:00Z',
         environment=dict(python='3.12.1', cpu='a processor', cores=2, gpu='none', torch='2.8.0'),
-        commit='0123456789abcdef',
-        finished='2026-01-01T00:00:00Z',
-        versions=dict(python='3.12.1', torch='2.8.0'),
-        processor=chip,
-        path=dict(asked='simple', taken={}),
-        segments=[
-            dict(commit='0123456789abcdef', processor=chip, torch='2.8.0', path='simple', first=0, last=40)
-        ],
-        probe=dict(losses=[(2.5).hex()], metrics=dict(accuracy=(0.9).hex())),
-        time=dict(wall=63.0, cpu=60.0, training_cpu=50.0, sessions=1),
-    )
+        versions=dict(python='3.12.1', torch='2.8.0'), processor=chip,
+        path=dict(asked='simple', taken={}), segments=[segment],
+        probe=dict(losses=[(2.5).hex()], metrics=dict(accuracy=(.9).hex())),
+        time=dict(wall=63., cpu=60., training_cpu=50., sessions=1))
 
 
 def write_run(root, run, metrics=None, pictures=(), **changes):
@@ -117,12 +66,8 @@ def write_run(root, run, metrics=None, pictures=(), **changes):
     (folder/WEIGHTS).write_bytes(b'weights')
     for name, data in dict(pictures).items(): (folder/name).write_bytes(data)
     files = {p.name: sha256(p) for p in folder.iterdir() if p.name not in (WEIGHTS, 'record.json')}
-    record = {
-        **record_of(run, metrics or metrics_of(run)),
-        'weights': dict(file=WEIGHTS, sha256=sha256(folder / WEIGHTS)),
-        'files': files,
-        **changes,
-    }
+    record = {**record_of(run, metrics or metrics_of(run)),
+              'weights': dict(file=WEIGHTS, sha256=sha256(folder/WEIGHTS)), 'files': files, **changes}
     write_json(folder/'record.json', seal(record))
     return folder
 
