@@ -21,6 +21,7 @@ _names = {
     'adopt.expand_network': ['expand'],
     'train.learner': ['QAT'],
     'train.doctor': ['QATDoctor'],
+    'deploy.tensorrt': ['check_tensorrt'],
     'deploy.export': ['export_onnx'],
     'deploy.parity': ['check_parity'],
     '_old': ['statistics_in', 'use_compiled'],

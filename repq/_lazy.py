@@ -16,9 +16,9 @@ MOVED = dict(
     branch='algebra.branch tools.drawing',
     quantizer='quantization.lsq fast.quantizer _old',
     layer='quantization.layer tools.drawing',
-    qat='quantization.network reproduce.recipes',
+    qat='quantization.network quantization.wrapping reproduce.recipes',
     saving='quantization.files',
-    graphs='adopt.regions quantization.network',
+    graphs='adopt.regions quantization.wrapping quantization.network',
     foreign='adopt.foreign adopt.official',
     official='adopt.official',
     learner='train.learner train.doctor',
@@ -43,7 +43,7 @@ MOVED = dict(
     tables='reproduce.tables reproduce.report reproduce.figures reproduce.html_page reproduce.verdicts')
 
 INSTEAD = {   # names of version 0.1 that have no successor of the same kind -> what to use
-    'repq.qat.replace_object': 'repq.quantization.network.replace_module',
+    'repq.qat.replace_object': 'repq.quantization.wrapping.replace_module',
     'repq.bench.paper_ratios': 'repq.reproduce.evidence.paper_times',
     'repq.runs.recipes': 'repq.reproduce.recipes.RECIPES'}
 

@@ -30,8 +30,9 @@ from ..algebra.statistics import Activations, Moments, Signal
 from ..algebra.branch import Branch, Conv, Norm, Scale, Seq, Sum, WeightNorm
 from ..quantization.layer import RepConv2d, one_of
 from ..quantization.bits import set_mode
-from ..quantization.network import (check_batches, check_network, has_hooks, inputs_of, quantizable_layers,
-                                       refuse_merged, replace_module, traced_parts)
+from ..quantization.network import check_batches, check_network, inputs_of, quantizable_layers
+from ..quantization.network import refuse_merged
+from ..quantization.wrapping import has_hooks, replace_module, traced_parts
 from ..models.blocks import BLOCKS
 from .foreign import convert, evaluate
 

@@ -222,7 +222,8 @@ def check_fit(fit:Fit, strict:bool, advice:str):
 def ask_for_identity():
     "Warn that an option of ECBSR is not known"
     warnings.warn('a checkpoint of ECBSR does not say whether it was trained with an identity in its blocks '
-                  '(idt_ecbsr in its config.yml): it is loaded as trained without. Give with_idt=False or True')
+                  '(idt_ecbsr in its config.yml): it is loaded as trained without. '
+                  'Give with_idt=False or True')
 
 # %% ../../nbs/adopt/3_official.ipynb #0ff1c032
 def load_official(

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from ..algebra.kernel import average_kernel, show_size
 from ..algebra.branch import Branch, Fixed, Identity, Norm, Scale, Seq, Sum, as_pair
 from ..quantization.layer import check_padding
-from ..quantization.network import has_hooks, plain_norm, share_conv, unsupported_conv
+from ..quantization.wrapping import has_hooks, plain_norm, share_conv, unsupported_conv
 
 # %% ../../nbs/adopt/1_regions.ipynb #2611823d
 class Op(NamedTuple):

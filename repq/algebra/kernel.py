@@ -55,6 +55,7 @@ def pair(n)->tuple: # two numbers
     "A number twice, or a pair as it is"
     return tuple(n) if isinstance(n, (tuple, list)) else (n, n)
 
+# %% ../../nbs/algebra/1_kernel.ipynb #5ae10017
 @faster
 def conv2d(
     x:Tensor,      # (batch, in, height, width)
@@ -85,6 +86,7 @@ def show_size(size)->str: # such as 1×3
     "A kernel size as people write it"
     return '×'.join(map(str, size))
 
+# %% ../../nbs/algebra/1_kernel.ipynb #5ae10014
 def pad_kernel(
     kernel:Kernel, # (kh, kw)
     size           # the larger (kh, kw)
@@ -174,6 +176,7 @@ def is_channels_last(weight:Tensor)->bool:
     # by its strides, because `is_contiguous` cannot tell if there is one channel or one tap
     return weight.stride(1) < weight.stride(2)
 
+# %% ../../nbs/algebra/1_kernel.ipynb #5ae10018
 def compose_weights(
     first:Kernel, # in → mid channels, applied first
     second:Kernel # mid → out channels
@@ -241,6 +244,7 @@ def depthwise(
         raise ValueError(f'{len(taps)} filters for {channels} channels')
     return Kernel(taps.expand(channels, *taps.shape[-2:])[:, None].clone(), groups=channels)
 
+# %% ../../nbs/algebra/1_kernel.ipynb #5ae10016
 def identity_kernel(channels:int, dtype=None)->Kernel:
     "The map that changes nothing"
     return depthwise(torch.ones(1, 1, dtype=dtype), channels)

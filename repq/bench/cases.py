@@ -53,7 +53,7 @@ def naive_lsq(x, step, qmin, qmax, factor=1.):
     v = (x/step).clamp(qmin, qmax)
     return ((v.round() - v).detach() + v)*step
 
-# %% ../../nbs/bench/2_cases.ipynb #e9573e3f
+# %% ../../nbs/bench/2_cases.ipynb #81bacea1
 def brevitas_quantizer(x, bits:int)->Candidate:
     "Brevitas' activation quantizer with a learned scale"
     from brevitas.nn import QuantIdentity
@@ -72,7 +72,7 @@ def torchao_quantizer(x, bits:int)->Candidate:
     initialize_fake_quantizers(q, (x.reshape(1, -1),))
     return Candidate(lambda x: q(x.reshape(1, -1)).view(x.shape), q.scale)
 
-# %% ../../nbs/bench/2_cases.ipynb #881bdd24
+# %% ../../nbs/bench/2_cases.ipynb #e3798db2
 PEERS = {'Brevitas': brevitas_quantizer, 'torchao': torchao_quantizer}
 
 def find_peers(x:torch.Tensor, bits:int=4)->tuple: # {name: Candidate}, notes
@@ -101,7 +101,7 @@ def quantizer_candidates(
         'naive composite': Candidate(lambda x: naive_lsq(x, naive, qmin, qmax, factor), naive),
         'torch native': Candidate(lambda x: torch_native(x, native, zero, qmin, qmax, factor), native)}
 
-# %% ../../nbs/bench/2_cases.ipynb #30bd21ad
+# %% ../../nbs/bench/2_cases.ipynb #f8ab994f
 def without_failed(candidates:dict, run)->tuple: # candidates, warnings
     "Compile, and leave out the compiled quantizer if that fails"
     if 'repq, compiled' not in candidates: return candidates, []
@@ -121,7 +121,7 @@ def add_speedups(table:pd.DataFrame)->pd.Series: # the smaller one of those that
     rivals = [c for c in ('times faster than naive', 'times faster than Brevitas') if c in table]
     return table[rivals].min(axis=1)
 
-# %% ../../nbs/bench/2_cases.ipynb #8030df81
+# %% ../../nbs/bench/2_cases.ipynb #e88dce39
 def bench_quantizer(
     rounds:int=9,
     shape=(16, 64, 56, 56), # batch, channels, height, width
@@ -160,7 +160,7 @@ def own_path(name:str): # a path, or None
 
 def rep_layers(net)->list: return [l for l in net.modules() if isinstance(l, RepConv2d)]
 
-# %% ../../nbs/bench/2_cases.ipynb #2636f53b
+# %% ../../nbs/bench/2_cases.ipynb #c1dec5aa
 def methods_for(net)->list: # keys of METHODS
     "The methods that make a difference for a network"
     if not any(l.branch.has_norm for l in rep_layers(net)): return ['RepQ']
@@ -179,7 +179,7 @@ def as_trained(net):
     for l in rep_layers(net): l.mode = 'branches' if l.branch.has_norm else 'merged'
     return net
 
-# %% ../../nbs/bench/2_cases.ipynb #bf2aa65f
+# %% ../../nbs/bench/2_cases.ipynb #c649ca5b
 def compared_networks(
     make,         # plain:bool -> a new network, without or with branches
     bits:int=4,
@@ -254,7 +254,7 @@ def in_bfloat16(net:nn.Module)->nn.Module:
         if hasattr(way, 'dtype'): m.statistics = replace(way, dtype=torch.bfloat16)
     return net
 
-# %% ../../nbs/bench/2_cases.ipynb #f1bdcc17
+# %% ../../nbs/bench/2_cases.ipynb #454627d2
 def candidate_steps(
     nets:dict,                   # of `compared_networks`
     x, y,                        # a batch; networks go to its device
@@ -283,7 +283,7 @@ def long_run(ordinary, measuring): # times, or counts
     every = interval(LATE)
     return ((every - 1)*ordinary + measuring)/every
 
-# %% ../../nbs/bench/2_cases.ipynb #55affad3
+# %% ../../nbs/bench/2_cases.ipynb #38ab1bca
 def compose_rows(
     table:pd.DataFrame, # of `interleaved`
     parts:dict          # name -> names of its parts
@@ -352,7 +352,7 @@ def run_steps(nets:dict, x, y, rounds:int, layout:str, on_round)->tuple: # table
             return table, steps, count_steps(steps), said
     finally: torch.set_num_threads(threads)
 
-# %% ../../nbs/bench/2_cases.ipynb #8c648499
+# %% ../../nbs/bench/2_cases.ipynb #ac3c71cf
 def add_ratios(
     table:pd.DataFrame, # changed in place
     counts:dict,        # row -> multiplications
@@ -400,7 +400,7 @@ class Setting(NamedTuple):
         width = f'-w{self.width:g}' if self.width != 1 else ''
         return '-'.join(map(str, self[:4])) + width
 
-# %% ../../nbs/bench/2_cases.ipynb #14ccf3e1
+# %% ../../nbs/bench/2_cases.ipynb #6c0484fd
 EXACT_LAYERS = (1.27, 1.19) # two layers with exact statistics
 STEP_TARGETS = { # row -> time relative to plain QAT: (must, aim)
     Setting(): {'QAT RepQ-BN': (2.6, 2.4), 'QAT RepQ-BNEst, all': (1.1, 1.),
@@ -465,7 +465,7 @@ def step_memory(net, x, y)->dict: # 'saved MB', 'held MB', 'peak MB' -> megabyte
         found.append({f'{k} MB': n/1e6 for k, n in count.items()})
     return {k: max(f[k] for f in found) for k in found[0]}
 
-# %% ../../nbs/bench/2_cases.ipynb #fc2aa592
+# %% ../../nbs/bench/2_cases.ipynb #0e7b6b98
 def networks_memory(nets:dict, x, y, layout, on_round=None)->dict: # name -> {'saved MB': ...}
     "Memory of a training step of each network; `nets` is empty afterwards"
     names, found = list(nets), {}
@@ -538,7 +538,7 @@ def growth_point(
     x = torch.randn(batch, channels, size//2, size//2, device=device)
     return measure_steps(nets, x, torch.randint(10, (batch,), device=device), rounds, **kwargs)
 
-# %% ../../nbs/bench/2_cases.ipynb #d455d831
+# %% ../../nbs/bench/2_cases.ipynb #6830fa0a
 def bench_growth(
     axis:str,       # a key of AXES
     values=None,    # default: `AXES[axis]`
@@ -584,7 +584,7 @@ def growth_panels(above, below, record:dict): # two axes of matplotlib
         ax.set_xticks(values, [f'{v:g}' for v in values])
         ax.spines[['top', 'right']].set_visible(False)
 
-# %% ../../nbs/bench/2_cases.ipynb #3714ac43
+# %% ../../nbs/bench/2_cases.ipynb #b34d35e9
 def growth_figure(records:list): # matplotlib's figure
     "How the cost grows: a column of two panels for each record of `bench_growth`"
     from matplotlib.figure import Figure

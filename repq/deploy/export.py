@@ -57,7 +57,7 @@ def integer_parameters(
     bias = (bias/scale.double()).round().to(torch.int32)
     return LayerNumbers(codes.to(torch.int8), wide.float(), scale, bias)
 
-# %% ../../nbs/deploy/5_export.ipynb #7ba5c8cd
+# %% ../../nbs/deploy/5_export.ipynb #9cff6568
 def layer_numbers(
     m:nn.Module,      # merged: Conv2d or Linear with codes and step
     x_step,           # of its input
@@ -110,7 +110,7 @@ class Quantization:
     low:float=-inf
     high:float=inf
 
-# %% ../../nbs/deploy/5_export.ipynb #cac1b57f
+# %% ../../nbs/deploy/5_export.ipynb #9d2330a3
 def is_quantized(m:nn.Module)->bool:
     "Is a module a quantizer, or a layer on integers?"
     return isinstance(m, FrozenQuantizer) or isinstance(getattr(m, 'codes', None), Tensor)
@@ -131,7 +131,7 @@ def find_quantizers(
         if not absorb: q.source = node.args[0]
     return found
 
-# %% ../../nbs/deploy/5_export.ipynb #cc03a9d8
+# %% ../../nbs/deploy/5_export.ipynb #ba8bf634
 @dataclass
 class Leaky:
     "A PReLU or leaky ReLU that a layer takes over"
@@ -176,7 +176,7 @@ def write_quantizer(w:Writer, node:fx.Node, q:Quantization, source:str)->str: # 
     w.grids[codes] = Codes(*grid, top, w.requantized.get(q.source), zero)
     return codes
 
-# %% ../../nbs/deploy/5_export.ipynb #ce329ecd
+# %% ../../nbs/deploy/5_export.ipynb #546a9d61
 def write_larger_half(w:Writer, layer:str, doubled:str, leaky:Leaky, last:bool)->str: # name of the codes
     "Of twice as many channels, the larger ones; the smaller ones where the slope is above 1"
     n, name = len(leaky.slopes), f'{layer}.codes' if last else f'{layer}.leaky'
@@ -186,7 +186,7 @@ def write_larger_half(w:Writer, layer:str, doubled:str, leaky:Leaky, last:bool)-
     both = [w.op(kind, *halves, name=f'{layer}.{kind.lower()}') for kind in ('Min', 'Max')]
     return w.op('Where', w.const(steep.view(-1, 1, 1), f'{layer}.steep'), *both, name=name)
 
-# %% ../../nbs/deploy/5_export.ipynb #362ba981
+# %% ../../nbs/deploy/5_export.ipynb #915fec34
 def write_weight(w:Writer, name:str, codes:Tensor, factor:int, transposed:bool=False)->str:
     "Integers of a weight; packed ones are unpacked when the file is loaded"
     base = codes.int()//factor
@@ -230,7 +230,7 @@ class LayerPart:
     is_conv = property(lambda self: isinstance(self.module, nn.Conv2d))
     def name_of(self, part:str)->str: return f'{self.name}.{part}'
 
-# %% ../../nbs/deploy/5_export.ipynb #b515f54b
+# %% ../../nbs/deploy/5_export.ipynb #4d888b96
 def write_sum(w:Writer, p:LayerPart)->tuple: # name, axis of channels
     "Products and bias of a layer, added up in 32 bits"
     m, q, bias = p.module, p.numbers.codes, p.numbers.bias
@@ -255,7 +255,7 @@ def write_integer(w:Writer, p:LayerPart)->str: # name of its float output
     out = w.op('Mul', floats, w.const(scale, p.name_of('scale')), name=p.name_of('last' if last else 'output'))
     return w.op('Transpose', out, name=p.name_of('output'), perm=[0, 3, 1, 2]) if last else out
 
-# %% ../../nbs/deploy/5_export.ipynb #9e18f653
+# %% ../../nbs/deploy/5_export.ipynb #c903fe36
 def write_bias(w:Writer, p:LayerPart)->str:
     "The bias as float32: stored so, or dequantized from int32"
     bias = w.const(p.numbers.bias, p.name_of('bias'))
@@ -280,7 +280,7 @@ def write_qdq(w:Writer, p:LayerPart)->str: # name of its float output
     weight = w.op('DequantizeLinear', weight, step, zero, name=p.name_of('weight.float'), axis=int(turned))
     return write_product(w, p, x, weight, write_bias(w, p))
 
-# %% ../../nbs/deploy/5_export.ipynb #13386763
+# %% ../../nbs/deploy/5_export.ipynb #d7da825f
 def write_numbers(w:Writer, p:LayerPart, requantized:bool)->tuple: # names of input and weight, as floats
     "Input and weight of a layer in float32; their product is the same in both ways"
     def steps(t): return t.view(-1, *[1]*(p.numbers.codes.ndim - 1))
@@ -297,7 +297,7 @@ def write_float(w:Writer, p:LayerPart, requantized:bool)->str: # name of its flo
     "A layer in float32, on numbers that are on their grids"
     return write_product(w, p, *write_numbers(w, p, requantized), write_bias(w, p))
 
-# %% ../../nbs/deploy/5_export.ipynb #dc4f8cd7
+# %% ../../nbs/deploy/5_export.ipynb #7e496da2
 def write_doubled(w:Writer, p:LayerPart, leaky:Leaky)->str: # name of its float output, with twice the channels
     "A layer and the PReLU behind it: its output, and its output times the slope"
     slope = w.const(leaky.slopes, p.name_of('slope'))
@@ -314,7 +314,7 @@ def write_doubled(w:Writer, p:LayerPart, leaky:Leaky)->str: # name of its float 
     w.leaky[leaky.node], p.entry['slope'] = leaky, slope
     return write_product(w, p, x, weight, bias)
 
-# %% ../../nbs/deploy/5_export.ipynb #b0729c26
+# %% ../../nbs/deploy/5_export.ipynb #42288c05
 def choose_form(w:Writer, node:fx.Node, m:nn.Module, requantized:bool, leaky)->str: # one of FORMS
     "The form of a layer for the target"
     form = w.target.form(layer_shape(m), requantized, leaky is not None)
@@ -487,22 +487,24 @@ def make_model(net:nn.Module, example, **options)->tuple: # model of ONNX, entri
     optional('onnx.checker').check_model(model, full_check=True)
     return model, w.layers
 
-# %% ../../nbs/deploy/5_export.ipynb #94201539
+# %% ../../nbs/deploy/5_export.ipynb #9367517b
 TRAIN_FOR_TENSORRT = ("quantize for it, repq.quantize(net, 8, 8, target='tensorrt') or repq.QAT(8, 8, target='tensorrt'), and train again; "
                       "or export with target='onnxruntime' or 'openvino'")
 
 def check_ranges(net:nn.Module, target:Target):
     "Refuse integers that a target does not have"
     fewest, most = target.bits
-    for name, m in net.named_modules():
-        bits = int(m.bits) if is_quantized(m) else most
-        if not fewest <= bits <= most:
-            raise ValueError(f'{name}: {bits} bits, and {target.name} multiplies integers of {most} bits only: {TRAIN_FOR_TENSORRT}')
-        if not target.signed: continue
-        if isinstance(m, FrozenQuantizer) and (m.qmin, m.qmax) not in ((-128, 127), (0, 127)):
+    quantized = {name: m for name, m in net.named_modules() if is_quantized(m)}
+    for name, m in quantized.items():
+        if not fewest <= int(m.bits) <= most:
+            raise ValueError(f'{name}: {int(m.bits)} bits, and {target.name} multiplies integers of {most} bits only: '
+                             + TRAIN_FOR_TENSORRT)
+        limits = (m.qmin, m.qmax) if isinstance(m, FrozenQuantizer) else None
+        if target.signed and limits not in (None, (-128, 127), (0, 127)):
             raise ValueError(f'{name}: its input was trained on {m.qmin}..{m.qmax}, and {target.name} has -128..127, '
                              f'or 0..127 after a ReLU: {TRAIN_FOR_TENSORRT}')
-        if isinstance(getattr(m, 'codes', None), Tensor) and m.codes.min() < -127:
+    for name, m in quantized.items():
+        if target.signed and hasattr(m, 'codes') and m.codes.min() < -127:
             raise ValueError(f'{name}: a weight of -128, and {target.name} has -127..127: {TRAIN_FOR_TENSORRT}')
 
 def check_conformance(model, target:Target):
@@ -510,7 +512,7 @@ def check_conformance(model, target:Target):
     found = check_tensorrt(model) if target.name == 'tensorrt' else []
     if found: raise ValueError(f'TensorRT cannot load this network: {"; ".join(map(str, found[:3]))}')
 
-# %% ../../nbs/deploy/5_export.ipynb #2ad47b9d
+# %% ../../nbs/deploy/5_export.ipynb #f8d336ee
 def warn_if_slow(layers:list):
     "Warn if a network will not be faster than float32 in ONNX Runtime"
     parts = [(LayerShape(*l['shape']), l['form'], l['positions']) for l in layers]
@@ -519,7 +521,7 @@ def warn_if_slow(layers:list):
         warnings.warn(f'repq: in ONNX Runtime this file will run at about {speed:.1f} times the speed of float32: most of its layers are '
                       "depthwise or narrow. target='openvino' (pip install repq[openvino]) runs them on bytes")
 
-# %% ../../nbs/deploy/5_export.ipynb #406d1de4
+# %% ../../nbs/deploy/5_export.ipynb #330657d6
 def old_target(integer:bool)->str:
     "The target that the old argument `integer` meant"
     target = 'onnxruntime' if integer else 'openvino'

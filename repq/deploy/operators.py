@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import fx, nn, Tensor
 import torch.nn.functional as F
-from ..quantization.network import LayerTracer
+from ..quantization.wrapping import LayerTracer
 
 # %% ../../nbs/deploy/1_operators.ipynb #778beb2f
 def optional(name:str):

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['GIVEN', 'TIE', 'FOLD', 'NOT_MERGED', 'LIMITS', 'file_layers', 'inferred_sizes', 'tapped_model', 'ReferenceLayer',
            'reference_layers', 'run_reference', 'explain_codes', 'saturates', 'file_weight', 'different_integers',
-           'Station', 'Outputs', 'joined', 'psnr', 'Parity', 'finite', 'to_json', 'save', 'cells', 'in_words',
-           'summary', 'ParityRun', 'compare_batch', 'explain', 'blame', 'compare_output', 'check_parity',
+           'Station', 'Outputs', 'joined', 'psnr', 'Parity', 'finite', 'in_words', 'ParityRun', 'check_parity',
            'measured_with', 'compare_batches', 'run_network', 'batches_of']
 
 # %% ../../nbs/deploy/6_parity.ipynb #250be775
@@ -17,6 +16,7 @@ from itertools import islice
 from math import ceil, inf, isfinite, log10
 from pathlib import Path
 import numpy as np
+from fastcore.basics import patch
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
@@ -311,6 +311,7 @@ def finite(value):
     if isinstance(value, (list, tuple)): return [finite(v) for v in value]
     return None if isinstance(value, float) and not isfinite(value) else value
 
+@patch
 def to_json(self:Parity)->str:
     "The certificate: all numbers, the verdict, and what it was measured with"
     first = self.first and dict(layer=self.first.layer, compared=self.first.compared, why=self.first.why)
@@ -319,10 +320,12 @@ def to_json(self:Parity)->str:
     certificate = dict(ok=self.ok, failures=self.failures(), first_difference=first, **rest, stations=stations)
     return json.dumps(finite(certificate), indent=1, allow_nan=False)
 
+@patch
 def save(self:Parity, path)->Path:
     "Write the certificate, whole or not at all"
     return write_whole(path, self.to_json() + '\n')
 
+@patch
 def cells(self:Parity):
     "The table as text: a header, then the stations"
     yield 'made by', 'compared', 'bits', 'integers', 'differ', 'by up to', 'relative error', 'differ, end to end', 'why'
@@ -338,6 +341,7 @@ def in_words(e:dict)->str:
                  psnr='PSNR to the network {:.1f} dB')
     return ', '.join(text.format(e[k]) for k, text in kinds.items() if k in e)
 
+@patch
 def summary(self:Parity)->list:
     "Verdict and end-to-end numbers, in words"
     e = self.end_to_end
@@ -348,16 +352,17 @@ def summary(self:Parity)->list:
     if self.first: lines.append(f'first difference: {self.first.layer} ({self.first.compared}): {self.first.reasons()}')
     return lines + self.failures()
 
+@patch
 def __str__(self:Parity):
     return '\n'.join([*self.summary(), '', *text_table(self.cells(), left=(0, 1, 2, 8))])
 
+@patch
 def _repr_html_(self:Parity):
     head, *body = self.cells()
     text = '<br>'.join(map(html.escape, self.summary()))
     return f'<p>{text}</p>{html_table(body, head)}'
 
-for f in (to_json, save, cells, summary, __str__, _repr_html_): setattr(Parity, f.__name__, f)
-Parity.__repr__ = __str__
+Parity.__repr__ = Parity.__str__
 
 # %% ../../nbs/deploy/6_parity.ipynb #4ad389c7
 class ParityRun:
@@ -397,6 +402,7 @@ class ParityRun:
         return {k: v for k, v in feed.items() if k in wanted}
 
 # %% ../../nbs/deploy/6_parity.ipynb #cd948c35
+@patch
 def compare_batch(self:ParityRun, inputs:tuple)->dict: # outputs of the network by name
     "Run a batch through both and compare at every station"
     y, seen = run_reference(self.net, self.layers, self.reference, inputs, self.bias_rounding)
@@ -418,6 +424,7 @@ def compare_batch(self:ParityRun, inputs:tuple)->dict: # outputs of the network 
     for name, expected in y.items(): self.stations[name].add_error(local[name], expected)
     return y
 
+@patch
 def explain(self:ParityRun, station, l, got, expected, seen, precise):
     "Add the reasons of a batch to a station of codes"
     r, where = self.reference[l['name']], got != expected
@@ -434,12 +441,14 @@ def explain(self:ParityRun, station, l, got, expected, seen, precise):
     station.why = dict(Counter(station.why) + why)
 
 # %% ../../nbs/deploy/6_parity.ipynb #45f4645a
+@patch
 def blame(self:ParityRun, layer, precise_agrees:bool)->str: # layer None: something between the layers
     "Why the file does not do what its integers say"
     if self.integers.get(layer): return f'{FOLD}: {self.integers[layer]}'
     if self.precise and precise_agrees: return 'saturation of unsigned by signed products: use onnx_session(precise=True)'
     return 'the runtime computes something else: try another version of it' if layer else 'an operator before the quantizer gives something else'
 
+@patch
 def compare_output(self:ParityRun, l, r, codes, out, local, whole, precise):
     "Compare a layer that gives floats: its integer sums, and its output"
     station, exact = self.stations[l['output']], r.sum(codes)
@@ -454,8 +463,6 @@ def compare_output(self:ParityRun, l, r, codes, out, local, whole, precise):
     if bad and not station.why:
         rounding = (local[l['output']].double() - out.double() - r.shift().double()).norm() < LIMITS['error']*out.double().norm()
         station.why = {'int32 bias rounding' if rounding else f'{FOLD}: {self.integers.get(l["name"], NOT_MERGED)}': out.numel()}
-
-for f in (compare_batch, explain, blame, compare_output): setattr(ParityRun, f.__name__, f)
 
 # %% ../../nbs/deploy/6_parity.ipynb #3b98cbf4
 def check_parity(

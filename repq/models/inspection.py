@@ -19,12 +19,12 @@ from ..tools.text_tables import html_table, text_table
 from ..quantization.layer import Quantizable, RepConv2d
 from ..quantization.bits import layers_of
 from ..quantization.network import check_batches, check_network, inputs_of, is_initialised, refuse_merged
-from ..quantization.network import computed_weight, is_inside, left_alone, products, unsupported_conv
+from ..quantization.wrapping import computed_weight, is_inside, left_alone, products, unsupported_conv
 from .costs import cost
 from .mixed_bits import Sensitivity
 
 # %% ../../nbs/models/5_inspection.ipynb #50754ef5
-def thinned(x:Tensor, limit:int=2**16)->Tensor:
+def thinned(x:Tensor, limit:int=2**18)->Tensor:
     "About `limit` numbers of a tensor, evenly spaced"
     return x.detach().flatten()[::max(1, x.numel()//limit)]
 

@@ -132,7 +132,7 @@ def increases(
     "The loss with one layer quantized at a time"
     layers = {n: l for n, l in quantizable_layers(small).items() if l.weight_quantizer is not None}
     found, todo = {}, [(b, n) for b in choices for n in layers]
-    for bits, name in tell_progress(todo, 'sensitivity', len(todo)):
+    for bits, name in tell_progress(todo, 'sensitivity', len(todo), unit='measurements'):
         if name == next(iter(layers)): # new bits
             recalibrate(set_bits(small, *bits, exceptions=None), pairs, 'ranges').eval()
             for l in layers.values(): l.mode = 'merged'

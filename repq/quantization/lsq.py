@@ -30,7 +30,7 @@ class IntRange(NamedTuple):
 def int_range(
     bits:int,            # 2..8
     signed:bool,
-    symmetric:bool|int=False # True: leave out the lowest signed integer, so that each one has a negative; or HALF
+    symmetric:bool|int=False # True: without the lowest signed integer, so each has a negative; or HALF
 )->IntRange:
     "The integers that `bits` can hold"
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
@@ -199,7 +199,8 @@ def status(self:Quantizer)->Status:
     before = self._read
     if before and before[0] is self.state and before[1] == version(self.state) is not None: return before[2]
     phase, signed, bits, symmetric = self.state.tolist()
-    now = Status(phase, None if signed < 0 else bool(signed), bits, HALF if symmetric == HALF else bool(symmetric))
+    symmetric = HALF if symmetric == HALF else bool(symmetric)
+    now = Status(phase, None if signed < 0 else bool(signed), bits, symmetric)
     self._read = self.state, version(self.state), now
     if before and before[2].phase == COLD and phase != COLD: self.adopt_origin()
     return now
@@ -282,6 +283,7 @@ def on_grid(self:Quantizer, x:Tensor)->Tensor:
     waits = self.waiting.view(-1, *[1]*(x.ndim - 1))
     return torch.where(waits, x, self.quantize(x, torch.where(waits, 1., self.scale(x.ndim))))
 
+# %% ../../nbs/quantization/1_lsq.ipynb #703fd3f3
 @patch
 def check(self:Quantizer, x:Tensor):
     "Refuse integers, and a tensor with another number of channels"
@@ -322,6 +324,7 @@ def dequantize(self:Quantizer, codes:Tensor)->Tensor: # dtype of the step
     "The numbers that integers stand for"
     return codes.to(self.step.dtype)*self.scale(codes.ndim)
 
+# %% ../../nbs/quantization/1_lsq.ipynb #b22b74c0
 @patch
 def extra_repr(self:Quantizer):
     sign = 'unsigned'

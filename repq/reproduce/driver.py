@@ -168,6 +168,7 @@ def run_again(run:Run, store:Store, fork:bool=None)->int: # deaths of the kernel
             raise
         return died
 
+# %% ../../nbs/reproduce/6_driver.ipynb #f6d33702
 def write_failure(run:Run, store:Store, why:str):
     "Leave the reason of a failure beside the notebook"
     when = datetime.now(timezone.utc).isoformat(timespec='seconds')
@@ -228,6 +229,7 @@ def effort(run:Run)->float:
     size = 1.5 if run.model == 'repvgg_b0' else 1.
     return EFFORT[run.strategy]*STATISTICS_EFFORT.get(run.statistics, 1.)*run.settings.get('epochs', 1)*size
 
+# %% ../../nbs/reproduce/6_driver.ipynb #c2ec3f25
 def seconds_left(
     waiting,      # runs
     finished:dict # run -> seconds it took
@@ -288,6 +290,7 @@ def skip_orphans(self:Batch):
         self.waiting.remove(r)
         self.outcomes[r.id] = Outcome(r.id, 'skipped', f'its parent {r.parent.id} {parent.state}')
 
+# %% ../../nbs/reproduce/6_driver.ipynb #35f35c65
 @patch
 def ready(self:Batch)->list[Run]:
     "Runs that can start now: parents first, then the longest"

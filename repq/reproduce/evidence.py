@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PAPER', 'USABLE', 'NOT_RUN', 'read_printed', 'Address', 'paper_value', 'paper_times', 'value_of', 'training_failed',
-           'reason', 'processor', 'by_seed', 'Measured', 'addresses', 'listing', 'Results', 'measure', 'binomial_error',
-           'time_error', 'image_error', 'standard_error', 'spread', 'show_error', 'digits_of']
+           'why_no_number', 'trained_on', 'by_seed', 'Measured', 'addresses', 'listing', 'Results', 'measure',
+           'binomial_error', 'time_error', 'image_error', 'standard_error', 'spread', 'show_error', 'digits_of']
 
 # %% ../../nbs/reproduce/8_evidence.ipynb #e41de004
 import os
@@ -55,7 +55,7 @@ PAPER = {
         OREPA-ResNet-18 | Merged     | -     69.58 69.96
         OREPA-ResNet-18 | RepQ       | 72.07 72.32 71.49''', ('32', '8', '4'))}
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #bab27bf9
+# %% ../../nbs/reproduce/8_evidence.ipynb #39f6b1a5
 PAPER |= {
     '3': read_printed('''
         32 |        | 36.90 32.62 31.43 29.66
@@ -90,7 +90,7 @@ PAPER |= {
         full-precision RepVGG-A0, norms that estimate | only on 1×1  | -
         full-precision RepVGG-A0, norms that estimate | all          | -''', ('value',))}
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #f1d94aca
+# %% ../../nbs/reproduce/8_evidence.ipynb #968aa6c3
 class Address(NamedTuple):
     "One place of one table"
     table:str  # '1', '2', '3', '4' or 'side'
@@ -124,7 +124,7 @@ def value_of(record:dict, table:str, column:str)->float: # percent, dB, or perce
     if not isfinite(value): raise ValueError(f'training diverged: {value}')
     return value
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #6837d4a1
+# %% ../../nbs/reproduce/8_evidence.ipynb #fded5c79
 USABLE = ('done',)      # states of runs whose numbers are used
 NOT_RUN = 'not run yet'
 
@@ -133,13 +133,13 @@ def training_failed(found:Found)->bool:
     if found.state == 'failed': return found.why.startswith('FloatingPointError')
     return found.state == 'collapsed'
 
-def reason(found:Found)->str:
+def why_no_number(found:Found)->str:
     "Why the store has no number of a run"
     if found.state == 'missing': return found.why or NOT_RUN
     return f'{found.state}: {found.why}' if found.why else found.state
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #d1fc6a3c
-def processor(record:dict)->str:
+# %% ../../nbs/reproduce/8_evidence.ipynb #b16d780b
+def trained_on(record:dict)->str:
     "What a run was trained on; all of it, if it went on elsewhere"
     chips = [s['processor'] for s in record.get('segments', ())] + [record['processor']]
     names = [', '.join(str(chip[k]) for k in ('name', 'instructions') if chip.get(k)) for chip in chips]
@@ -154,7 +154,7 @@ def by_seed(
     def about(own): return f' (seed{"s"*(len(own) > 1)} {", ".join(own)})' if own else ''
     return tuple(text + about(own) for text, own in seeds.items())
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #722d67f1
+# %% ../../nbs/reproduce/8_evidence.ipynb #3f593c5d
 @dataclass(frozen=True)
 class Measured:
     "What we have at one address"
@@ -172,9 +172,9 @@ class Measured:
     @property
     def processors(self)->tuple:
         "Where the numbers come from, and which seeds"
-        return by_seed((processor(self.found[s].record), s) for s in sorted(self.values))
+        return by_seed((trained_on(self.found[s].record), s) for s in sorted(self.values))
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #59cfde7a
+# %% ../../nbs/reproduce/8_evidence.ipynb #4bd7b018
 @patch
 def name(self:Measured)->str:
     "The address in words"
@@ -225,7 +225,7 @@ class Results:
         if address not in self._measured: self._measured[address] = measure(address, self)
         return self._measured[address]
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #76eebddd
+# %% ../../nbs/reproduce/8_evidence.ipynb #72bffa42
 @patch
 def look(self:Results, run)->Found:
     "What the store has of a run"
@@ -245,7 +245,7 @@ def link(self:Results, found:Found)->str:
     if found.folder is None or not (Path(found.folder)/'notebook.ipynb').exists(): return ''
     return quote(os.path.relpath(Path(found.folder)/'notebook.ipynb', self.folder).replace(os.sep, '/'))
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #de9866ea
+# %% ../../nbs/reproduce/8_evidence.ipynb #c2bb41b1
 def measure(address:Address, results:Results)->Measured:
     "Read the records of one address"
     cell = results.cells.get(address)
@@ -256,7 +256,7 @@ def measure(address:Address, results:Results)->Measured:
     for seed, f in found.items():
         try:
             if f.state in USABLE: values[seed] = value_of(f.record, cell.table, cell.column)
-            else: notes.append((reason(f), seed))
+            else: notes.append((why_no_number(f), seed))
         except KeyError as e: notes.append((f'its record has no {e}', seed))
         except (TypeError, ValueError) as e: notes.append((str(e), seed))
     if len(found) == 1: notes = [(text, None) for text, _ in notes]   # which seed is clear

@@ -30,6 +30,7 @@ class Rates(NamedTuple):
     weights:float
     steps:float   # of the quantizers' step sizes; None in full precision
 
+# %% ../../nbs/reproduce/1_recipes.ipynb #bc937101
 def learning_rates(
     recipe:str,          # a key of RECIPES
     strategy:str='repq', # 'plain', 'merged' or 'repq'

@@ -48,6 +48,7 @@ def word(table:dict, value, what:str)->str:
     raise ValueError(f'{what} {value!r} has no word in specifications: '
                      'add it to WORDS in repq.reproduce.records')
 
+# %% ../../nbs/reproduce/2_records.ipynb #f8753bf8
 def to_words(
     spec:dict # as the code has it: task, model, block, strategy, statistics, bits, seed, settings
 )->dict:
@@ -163,6 +164,7 @@ def record_misfit(r:dict)->str: # empty if nothing is wrong
             return f'metrics.{group[0]} and metrics.{group[1]} are not of the same things'
     return ''
 
+# %% ../../nbs/reproduce/2_records.ipynb #0e06048f
 def parents_misfit(spec:dict)->str:
     "Where a parent of a specification does not have the format of one"
     generations = 0

@@ -13,7 +13,7 @@ from .protocol import EQUAL, FAILS, HOLDS, OPEN, Interval
 from .runs import PROFILES, STATES
 from .statements import digits, show_number, thresholds
 from .tables import MEASURES, has_numbers, report_tables
-from .verdicts import CHOSEN, VERDICT_WORDS, Answer, Verdict, claims, count_verdicts, summary
+from .verdicts import CHOSEN, VERDICT_WORDS, Answer, Verdict, claims, count_verdicts, results_summary
 
 __all__ = ['write_report', 'write_tables', 'report_html', 'claims_html', 'claims_markdown', 'claim_html',
            'machine_html', 'progress', 'progress_html', 'runs_html', 'tiles']
@@ -229,7 +229,7 @@ def machine_html(results:Results)->str:
 
 def summary_html(results:Results, verdicts:list)->str:
     "What was measured and what it means, as a list"
-    items = ''.join(f'<li>{html.escape(sentence)}</li>' for sentence in summary(results, verdicts))
+    items = ''.join(f'<li>{html.escape(sentence)}</li>' for sentence in results_summary(results, verdicts))
     return f'<ul class="summary">{items}</ul>'
 
 
@@ -312,7 +312,7 @@ def write_tables(
     results = Results(profile, root, seeds)
     tables, verdicts = report_tables(results), claims(results=results)
     title, folder = f'RepQ, reproduced: the tables of the {profile} profile', Path(root)/profile
-    said = '\n'.join(f'- {escape_markdown(sentence)}' for sentence in summary(results, verdicts))
+    said = '\n'.join(f'- {escape_markdown(sentence)}' for sentence in results_summary(results, verdicts))
     shown = '\n'.join(t.markdown() for t in tables)
     markdown = f'# {title}\n\n{said}\n\n{shown}\n{claims_markdown(verdicts)}'
     head = f'<header><h1>{title}</h1>{summary_html(results, verdicts)}</header>'

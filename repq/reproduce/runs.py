@@ -244,6 +244,7 @@ def paper_methods(name:str)->dict: # method -> row
     if not exact: return rows | {'RepQ': method_row('repq')}
     return rows | {'RepQ-BN': method_row('repq', 'batch'), 'RepQ-BNEst': method_row('repq', 'estimate')}
 
+# %% ../../nbs/reproduce/4_runs.ipynb #69a32f87
 def exact_statistics(name:str)->str:
     "The exact statistics of a model: 'batch', or '' if its blocks have no norms"
     return '' if name == 'OREPA-ResNet-18' else 'batch'
@@ -283,6 +284,7 @@ def super_resolution(profile:str, seed:int, strategy:str, bits:int=32, block:str
     settings = settings_for(profile, 'ecbsr', strategy, bits)
     return Run('super_resolution', 'ecbsr', block, strategy, bits, seed, profile, settings, parent=parent)
 
+# %% ../../nbs/reproduce/4_runs.ipynb #8fac2096
 def table_3(profile:str, seeds:int)->list[Cell]:
     "PSNR of super-resolution"
     paper, ours = {('32', ''): dict(strategy='fp')}, {('32', 'Plain'): dict(strategy='fp', block='plain')}
@@ -311,6 +313,7 @@ def time_row(profile:str, name:str, block:str, own:tuple, ours:tuple)->list[Cell
         else: cells.append(Cell('4', (name,), c, why='does not apply to this block'))
     return cells + [Cell('4', (name,), c, (run,), True) for c in ours]
 
+# %% ../../nbs/reproduce/4_runs.ipynb #9a94d3ec
 def table_4(profile:str, seeds:int=1)->list[Cell]:
     "Time of training steps"
     without_repq = tuple(c for c in TIME_COLUMNS if c != 'QAT RepQ')
@@ -459,6 +462,7 @@ def finished(self:Store, folder:Path, weights:bool=False)->Found:
     why = collapse(record)
     return Found('collapsed' if why else 'done', why, record, folder)
 
+# %% ../../nbs/reproduce/4_runs.ipynb #c8d19558
 @patch
 def other_method(self:Store, run:Run)->Found: # or None
     "A record of the same specification that was made under another METHOD"
@@ -491,11 +495,13 @@ def read_failure(path)->str:
         reason = printable(str(e)).replace(str(path), 'failed.json')
         return f'failed, and left no readable reason ({reason})'
 
+# %% ../../nbs/reproduce/4_runs.ipynb #938d3ff0
 def read_progress(folder)->dict:
     "How far a run under way is, by its own account"
     try: return read_json(inside(Path(folder)/'progress.json', folder), PROGRESS)
     except (OSError, Corrupt): return dict(done=0, total=1, text='starting')
 
+# %% ../../nbs/reproduce/4_runs.ipynb #834d1d21
 @patch
 def manifest(self:Store)->dict:
     "A description of the last batch, or nothing"

@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['RANKED', 'WORST_FIRST', 'TITLES', 'MEASURES', 'STUBS', 'RECIPE_OF', 'LOSSES', 'TRAINED', 'NUMBERS', 'ranks',
-           'word_for', 'missing_item', 'our_item', 'details', 'paper_item', 'classifier_words', 'sets_words',
+           'missing_word', 'missing_item', 'our_item', 'details', 'paper_item', 'classifier_words', 'sets_words',
            'time_words', 'spread_words', 'not_begun', 'beyond_words', 'processor_words', 'caption', 'Layout',
            'layout_of', 'styles_of', 'column_heads', 'row_label', 'results_table', 'stage_counts', 'strategies_table',
-           'runs_of', 'values_of', 'kind_of', 'RecipeRow', 'recipe_rows', 'recipe_table', 'make_table', 'table',
+           'runs_of', 'values_of', 'recipe_kind', 'RecipeRow', 'recipe_rows', 'recipe_table', 'make_table', 'table',
            'all_tables', 'has_numbers', 'report_tables']
 
 # %% ../../nbs/reproduce/13_tables.ipynb #ca64a1c5
 from typing import NamedTuple
 from .._lazy import find_moved
 from .evidence import (NOT_RUN, PAPER, USABLE, Address, Measured, Results, digits_of,
-                                     paper_value, processor, spread)
+                                     paper_value, spread, trained_on)
 from .formats import Item, Table
 from .recipes import RECIPES
 from .runs import MODELS
@@ -36,7 +36,7 @@ def ranks(values:dict, styles=('best', 'second'))->dict: # key -> style
 # %% ../../nbs/reproduce/13_tables.ipynb #af18b6f1
 WORST_FIRST = ('failed', 'corrupt', 'collapsed', 'other method', 'running', 'interrupted', 'missing')
 
-def word_for(m:Measured)->str:
+def missing_word(m:Measured)->str:
     "Why there is no number, in a word: the worst that happened to a seed"
     states = [f.state for f in m.found.values()]
     if not states: return '–'
@@ -51,9 +51,9 @@ def missing_item(m:Measured, results:Results)->Item:
     why = '; '.join(m.why)
     expected = {f.state for f in m.found.values()} <= {'running', 'missing'} and m.found
     quiet = expected and all(f.why in ('', NOT_RUN) for f in m.found.values())
-    return Item(word_for(m), 'quiet', links[:1], '' if quiet else why, why)
+    return Item(missing_word(m), 'quiet', links[:1], '' if quiet else why, why)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #bc9e2fb2
+# %% ../../nbs/reproduce/13_tables.ipynb #49b24dc5
 def our_item(m:Measured, results:Results, style='')->Item:
     "What we have at an address, as an item"
     if not m.values: return missing_item(m, results)
@@ -61,8 +61,10 @@ def our_item(m:Measured, results:Results, style='')->Item:
     notes = [f'{len(m.values)} of {len(m.found)} seeds; ' + '; '.join(m.why)] if m.why else []
     if len(m.processors) > 1:
         notes.append(f'the mean of {len(m.processors)} processors: ' + '; '.join(m.processors))
-    links = tuple(filter(None, (results.link(m.found[s]) for s in sorted(m.values))))
-    return Item(f'{text} ± {error}' if error else text, style, links, '; '.join(notes), details(m))
+    links = {s: results.link(m.found[s]) for s in sorted(m.values)}
+    links = {s: link for s, link in links.items() if link}
+    text += f' ± {error}' if error else ''
+    return Item(text, style, tuple(links.values()), '; '.join(notes), details(m), tuple(links))
 
 def details(m:Measured)->str:
     "What the record says beside the number"
@@ -103,7 +105,7 @@ def sets_words(metrics:dict)->str:
     return ('Ours: no benchmark sets in this profile, each column is a photograph that stands in: '
             f'{photographs}.')
 
-# %% ../../nbs/reproduce/13_tables.ipynb #e713b3e5
+# %% ../../nbs/reproduce/13_tables.ipynb #cbada3b8
 def time_words(metrics:dict)->str:
     "How the times of Table 4 were taken"
     shape = '×'.join(map(str, metrics['shape']))
@@ -124,7 +126,7 @@ def spread_words(number:str, measured:list)->list:
         text.append(f'One seed: ± is {one}')
     return text
 
-# %% ../../nbs/reproduce/13_tables.ipynb #cfad8cd6
+# %% ../../nbs/reproduce/13_tables.ipynb #752e214f
 def not_begun(m:Measured)->bool:
     "Whether an address beyond the paper has no run yet"
     return m.cell.beyond and all(f.state == 'missing' and f.why == NOT_RUN for f in m.found.values())
@@ -140,13 +142,13 @@ def beyond_words(measured:list)->list:
     names = [f'{name} ({", ".join(where)})' if name in begun else name for name, where in waiting.items()]
     return text + [f'Beyond the paper and not run yet: {", ".join(names)}.']*bool(names)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #185603e5
+# %% ../../nbs/reproduce/13_tables.ipynb #cb915b9f
 def processor_words(measured:list)->list:
     "A sentence if the numbers of a table come from several processors"
     found = {}
     for m in measured:
         for f in m.found.values():
-            if f.state in USABLE: found.setdefault(processor(f.record), set()).add(f.record.get('id'))
+            if f.state in USABLE: found.setdefault(trained_on(f.record), set()).add(f.record.get('id'))
     if len(found) < 2: return []
     where = '; '.join(f'{name} ({len(runs)} runs)' for name, runs in found.items())
     return [f'Runs of {len(found)} processors: {where}. Rows of different processors are not a fair '
@@ -181,7 +183,7 @@ def layout_of(number:str, places:dict)->Layout: # places: Address -> Measured
     ours_only = {c for c in columns if new(lambda a: a.column == c)} if number == '4' else set()
     return Layout(rows, columns, beyond, ours_only)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #2f6d3133
+# %% ../../nbs/reproduce/13_tables.ipynb #2eff1d03
 def styles_of(number:str, places:dict, layout:Layout)->dict: # ('ours' | 'paper', Address) -> style
     "Best and second best of each group and column"
     styles = {}
@@ -194,7 +196,7 @@ def styles_of(number:str, places:dict, layout:Layout)->dict: # ('ours' | 'paper'
             styles |= {('ours', a): s for a, s in ours.items()} | {('paper', a): s for a, s in paper.items()}
     return styles
 
-# %% ../../nbs/reproduce/13_tables.ipynb #bddd7da4
+# %% ../../nbs/reproduce/13_tables.ipynb #152d98c1
 STUBS = {'2': ('Model', 'Method'), '3': ('Precision', 'Method'), '4': ('Block',),
          'side': ('Experiment', 'Value')}
 
@@ -214,7 +216,7 @@ def row_label(row:tuple, cell, layout:Layout)->tuple:
     if cell is not None and cell.row[-1] != label: label = f'{label}: {cell.row[-1]}'
     return (*row[:-1], label + (' †' if row in layout.beyond else ''))
 
-# %% ../../nbs/reproduce/13_tables.ipynb #963c745c
+# %% ../../nbs/reproduce/13_tables.ipynb #51c478b3
 def results_table(number:str, results:Results)->Table:
     "Table 2, 3, 4 or the side experiments"
     places = {a: results.measured(a) for a in results.cells if a.table == number}
@@ -245,7 +247,7 @@ def stage_counts(results:Results, strategy:str)->dict: # column -> (runs that ha
         counts[f'{stage} Re-parametrized'] = sum(n > 0 for n in layers), len(layers)
     return counts
 
-# %% ../../nbs/reproduce/13_tables.ipynb #29a32417
+# %% ../../nbs/reproduce/13_tables.ipynb #b4c10c24
 def strategies_table(results:Results)->Table:
     "Table 1, from the layers that the runs had"
     columns, rows = list(PAPER['1']['Plain',]), []
@@ -280,8 +282,8 @@ def values_of(runs:list, name:str)->str:
     shown = dict.fromkeys(f'{v:g}' if isinstance(v, (int, float)) else str(v) for v in values)
     return ' or '.join(shown) or '–'
 
-# %% ../../nbs/reproduce/13_tables.ipynb #51d4f475
-def kind_of(run)->str: # 'fp' | 'merged8' | 'quantized' | 'ptq'
+# %% ../../nbs/reproduce/13_tables.ipynb #01b8efe2
+def recipe_kind(run)->str: # 'fp' | 'merged8' | 'quantized' | 'ptq'
     "Which rows of Table S1 a run belongs to"
     if run.strategy == 'ptq': return 'ptq'
     if run.bits == 32: return 'fp'
@@ -296,9 +298,9 @@ class RecipeRow(NamedTuple):
     bits:int=None  # only runs of these bits
 
     def wants(self, run)->bool:
-        return kind_of(run) in self.kinds and self.bits in (None, run.bits)
+        return recipe_kind(run) in self.kinds and self.bits in (None, run.bits)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #20d62f03
+# %% ../../nbs/reproduce/13_tables.ipynb #b60da3f2
 TRAINED = 'fp', 'merged8', 'quantized'
 
 def recipe_rows(recipe:dict)->list: # of RecipeRow
@@ -318,7 +320,7 @@ def recipe_rows(recipe:dict)->list: # of RecipeRow
             row('Quantized learning rate', 'lr_quantized', ('quantized',), 'lr'),
             row('Merged 8-bit learning rate', 'lr_merged8', ('merged8',), 'lr'), *steps]
 
-# %% ../../nbs/reproduce/13_tables.ipynb #7c979f80
+# %% ../../nbs/reproduce/13_tables.ipynb #093d3ff2
 def recipe_table(results:Results)->Table:
     "Table S1: the paper's hyper-parameters beside those of the profile's runs"
     columns = [(runs_of(results, key), recipe_rows(RECIPES[key])) for key in RECIPE_OF.values()]
@@ -355,7 +357,7 @@ def table(
         raise ValueError(f'the {profile} profile has no side experiments: choose cpu, gpu or paper')
     return make_table(name, results)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #e5f49cc2
+# %% ../../nbs/reproduce/13_tables.ipynb #b0e42354
 def all_tables(profile='smoke', root='results', seeds:int=None, results:Results=None)->list: # of Table
     "All tables that a profile has, in the paper's order"
     results = results or Results(profile, root, seeds)
@@ -374,7 +376,7 @@ def report_tables(results:Results)->list: # of Table
         return not_run, order.index(t.number)
     return sorted(all_tables(results=results), key=rank)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #98442c70
+# %% ../../nbs/reproduce/13_tables.ipynb #6fa37426
 def __getattr__(name):
     homes = 'report', 'figures', 'html_page', 'verdicts', 'statements'
     return find_moved(__name__, name, [f'repq.reproduce.{home}' for home in homes])

@@ -11,7 +11,7 @@ __all__ = ['LARGEST_FILE', 'STAND_INS', 'PROBE_STEPS', 'KEPT', 'CHECKPOINT', 'OR
            'quantized_network', 'count_layers', 'described_network', 'parent_statistics', 'network_of', 'schedule',
            'nesterov_step', 'sgd', 'torch_adam_step', 'adam', 'origin', 'check_finite', 'Keeper', 'made_elsewhere',
            'Bfloat16', 'check_autocast', 'check_rates', 'qat_callback', 'fit', 'run_fit', 'Pilot', 'pilot_of', 'pilot',
-           'probe_metrics', 'probe_classifier', 'not_finite', 'check_metrics', 'store_weights', 'describe_training',
+           'probe_metrics', 'probe_classifier', 'not_finite', 'check_all_finite', 'store_weights', 'describe_training',
            'finish', 'variance_errors', 'check_description', 'TrainedNetwork', 'load_network', 'data_of']
 
 # %% ../../nbs/reproduce/3_training.ipynb #fad7283f
@@ -110,6 +110,7 @@ class TensorFile(NamedTuple):
     about:object     # the description
     input_range:str  # empty: not stored
 
+# %% ../../nbs/reproduce/3_training.ipynb #2aa6d874
 def parse_tensors(data:bytes)->TensorFile:
     "The content of a file of tensors whose digest is right"
     header, body = split_tensors(data)
@@ -132,6 +133,7 @@ def read_tensors(path, digest:str=None)->TensorFile: # digest: SHA-256 of the fi
     except (SafetensorError, ValueError, AttributeError) as e:
         raise Corrupt(f'{path} is damaged ({e}): remove it to start again') from e
 
+# %% ../../nbs/reproduce/3_training.ipynb #ff5c9502
 def load_tensors(path, digest:str=None)->tuple[dict, object]: # tensors by name, the description
     "Read tensors and their description"
     return read_tensors(path, digest)[:2]
@@ -146,6 +148,7 @@ def first_few(problems:list, most:int=5)->str:
     more = f'; and {len(problems) - most} more' if len(problems) > most else ''
     return '; '.join(problems[:most]) + more
 
+# %% ../../nbs/reproduce/3_training.ipynb #de92e3b7
 def set_weights(net:nn.Module, tensors:dict, name)->nn.Module: # name of the file, for messages
     "Load weights into a network, or say which do not fit"
     own = net.state_dict()
@@ -192,6 +195,7 @@ def word_for(path:str)->str:
     "The word for a path of execution in a record"
     return VALUE_WORDS['path'].get(path, 'compiled')
 
+# %% ../../nbs/reproduce/3_training.ipynb #bb894078
 class Workspace:
     "The folder of a run under way: checkpoint, progress and lock"
     def __init__(self,
@@ -229,6 +233,7 @@ def say(self:Workspace, done:float, total:float, text:str='', every:float=0.): #
     process = dict(pid=os.getpid(), host=platform.node(), started=self.started)
     write_json(self.folder/'progress.json', process | dict(done=done, total=total, text=text))
 
+# %% ../../nbs/reproduce/3_training.ipynb #85eff44c
 @patch
 def set_aside(self:Workspace, name:str)->Path:
     "Move a file that cannot be trusted out of the way"
@@ -268,6 +273,7 @@ class SRData(NamedTuple):
     dls:object # fastai `DataLoaders`
     tests:dict # name of a test set -> `SRBenchmark`
 
+# %% ../../nbs/reproduce/3_training.ipynb #a9202e32
 def sr_data(data:str, patch:int, batch_size:int, steps_per_epoch:int, seed:int=0, root=None)->SRData:
     "Patches to train on, and test sets, by name"
     one_of(data, ('photos', 'bsds400', 'div2k'), 'data')
@@ -290,6 +296,7 @@ def estimate_1x1(net:nn.Module)->nn.Module:
         m.statistics = 'estimate' if is_1x1 else 'batch'
     return net
 
+# %% ../../nbs/reproduce/3_training.ipynb #f7292f5e
 def full_precision_network(model:str, block:str, statistics:str='', **kwargs)->nn.Module:
     "The network of the full-precision stage, in the mode it is trained in"
     net = build_model(model, block=block, **kwargs)
@@ -314,6 +321,7 @@ def quantized_network(
     make = STRATEGIES[one_of('repq' if strategy == 'ptq' else strategy, STRATEGIES, 'strategy')]
     return make(net, bits, bits, exceptions, start='first', **kwargs)
 
+# %% ../../nbs/reproduce/3_training.ipynb #f65d9fe4
 def count_layers(net:nn.Module)->dict:
     "The number of layers: all, those with several branches, those that are quantized"
     layers = quantizable_layers(net).values()
@@ -336,6 +344,7 @@ def described_network(
     how = run['strategy'], run['bits'], run['statistics']
     return quantized_network(net, *how, s.get('exceptions', 'paper'))
 
+# %% ../../nbs/reproduce/3_training.ipynb #196098d4
 def parent_statistics(statistics:str)->str:
     "The statistics of the full-precision network that a quantized run starts from"
     return '' if statistics in ('calibrated', 'sampled') else statistics # both calibrate during QAT only
@@ -383,6 +392,7 @@ def torch_adam_step(p, lr, mom, sqr_mom, eps, grad_avg=None, sqr_avg=None, step=
     p.data.addcdiv_(grad_avg, root, value=-lr/(1 - mom**step))
     return dict(grad_avg=grad_avg, sqr_avg=sqr_avg, step=step)
 
+# %% ../../nbs/reproduce/3_training.ipynb #384d214c
 def adam(
     params, lr:float,
     mom:float=0.9,
@@ -405,6 +415,7 @@ def origin(work:Workspace)->dict:
     return dict(commit=commit(), processor=chip, torch=torch.__version__, path='none', ready=word_for(ready),
                 compiler=compiler)
 
+# %% ../../nbs/reproduce/3_training.ipynb #5aa68d00
 def check_finite(what:str, value:float, epoch:int):
     "Raise if a training has diverged"
     if math.isfinite(value): return
@@ -440,6 +451,7 @@ def before_fit(self:Keeper):
     self.taken_before = dict(self.taken)
     self.segments.append(origin(self.work) | dict(first=self.steps, last=self.steps))
 
+# %% ../../nbs/reproduce/3_training.ipynb #de5ee2f8
 @patch
 def note_segment(self:Keeper):
     "Write down the last step of this segment and the paths it has taken"
@@ -483,6 +495,7 @@ def after_epoch(self:Keeper):
     self.spent, self.clock = self.spent + time.process_time() - self.clock, time.process_time()
     if self.work.folder: self.save(self.work.path('checkpoint.safetensors'))
 
+# %% ../../nbs/reproduce/3_training.ipynb #692c4094
 @patch
 def is_best(self:Keeper, metric:float)->bool:
     "Whether no earlier epoch was better; epochs before the final bits do not count"
@@ -496,6 +509,7 @@ CHECKPOINT = {
     'spent': POSITIVE, 'sessions': COUNT, 'segments': [SEGMENT], 'losses': [HEX_FLOAT],
     'taken': {...: COUNT}, 'steps': COUNT, 'restarts': [str]}
 
+# %% ../../nbs/reproduce/3_training.ipynb #d3855973
 @patch
 def save(self:Keeper, path):
     "Write everything the rest of this training depends on"
@@ -647,6 +661,7 @@ class Pilot(NamedTuple):
     history:list        # for each epoch a dict: train_loss, valid_loss, metric (accuracy, held out)
     net:nn.Module       # with the weights of the last epoch
 
+# %% ../../nbs/reproduce/3_training.ipynb #172549a7
 def pilot_of(keeper:Keeper, net:nn.Module)->Pilot:
     "The scores of a trial training"
     scores = [h['metric'] for h in keeper.history]
@@ -724,7 +739,7 @@ def not_finite(value, name:str='')->list[str]: # such as 'metrics.psnr.Set5 is n
     if isinstance(value, (list, tuple)): parts = enumerate(value)
     return [w for k, v in parts for w in not_finite(v, f'{name}.{k}' if name else str(k))]
 
-def check_metrics(metrics:dict):
+def check_all_finite(metrics:dict):
     "Raise if a metric is infinite or not a number"
     if wrong := not_finite(metrics, 'metrics'):
         raise FloatingPointError(f'{first_few(wrong)}: no result, so no record was written. '
@@ -756,7 +771,7 @@ def finish(
     **more              # for the record
 )->dict:
     "Write weights and record; the last thing a run does"
-    check_metrics(metrics)
+    check_all_finite(metrics)
     if keeper is None:
         keeper = Keeper(work)
         keeper.sessions = 1
@@ -821,6 +836,7 @@ class TrainedNetwork(NamedTuple):
     net:nn.Module # in evaluation mode
     run:dict      # the specification
 
+# %% ../../nbs/reproduce/3_training.ipynb #9e178064
 def load_network(
     source # the folder of a finished run, or a file of weights
 )->TrainedNetwork:

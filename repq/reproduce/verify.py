@@ -99,11 +99,13 @@ class Comparison(NamedTuple):
     checked:str = ''   # what was compared
     missing:str = ''   # why nothing could be compared
 
+# %% ../../nbs/reproduce/7_verify.ipynb #bb8135d4
 def difference_here(segment:dict, path:str)->str: # empty: none
     "What is different here from where a segment was made"
     from repq.reproduce.training import Workspace, made_elsewhere, origin
     return made_elsewhere(segment, origin(Workspace(None, path)))
 
+# %% ../../nbs/reproduce/7_verify.ipynb #68de1829
 def compare_all(numbers, what:str, elsewhere:str)->Comparison: # numbers: (kind, name, recorded, now)
     "Compare numbers, exactly unless they were made elsewhere"
     result = f'close ({elsewhere})' if elsewhere else 'equal'
@@ -156,6 +158,7 @@ class Checked:
     why:str
     seconds:float = 0.
 
+# %% ../../nbs/reproduce/7_verify.ipynb #5450f280
 def compare_safely(check, folder:Path, record:dict)->Comparison:
     "A comparison; missing data and damaged parents are named, not raised"
     try: return check(folder, record, from_words(record['spec']))

@@ -1,4 +1,4 @@
-"Random branch expressions: the branches and the merged kernel are one map, in output, gradients and running statistics"
+"Random expressions: branches and merged kernel are one map, in output, gradients and running statistics"
 import pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
@@ -18,10 +18,12 @@ def divisors(*channels): return [g for g in range(1, 13) if all(c % g == 0 for c
 @st.composite
 def leaf(draw, i, o):
     name = draw(st.sampled_from(list(FIXED)))
-    square = [lambda: Identity(i), lambda: Fixed(FIXED[name](i), name), lambda: Fixed(FIXED[name](i), name)] if i == o else []
     size, groups = draw(st.sampled_from(ODD)), draw(st.sampled_from(divisors(i, o)))
-    convs = [lambda: Conv(i, o, size, groups), lambda: Conv(i, o, size, groups, bias=True), lambda: WeightNorm(Conv(i, o, size, groups))]
-    return draw(st.sampled_from(convs + square))()
+    def fixed(): return Fixed(FIXED[name](i), name)
+    leaves = [lambda: Conv(i, o, size, groups), lambda: Conv(i, o, size, groups, bias=True),
+              lambda: WeightNorm(Conv(i, o, size, groups))]
+    if i == o: leaves += [lambda: Identity(i), fixed, fixed]
+    return draw(st.sampled_from(leaves))()
 
 
 @st.composite
@@ -32,7 +34,8 @@ def odd_branch(draw, i, o, depth):
     if kind == 'leaf': return draw(leaf(i, o))
     if kind == 'norm': return Norm(draw(odd_branch(i, o, depth - 1)))
     if kind == 'scale': return Scale(draw(odd_branch(i, o, depth - 1)), bias=draw(st.booleans()))
-    if kind == 'sum': return fitting(Sum, [draw(odd_branch(i, o, depth - 1)) for _ in range(draw(st.integers(1, 3)))])
+    if kind == 'sum':
+        return fitting(Sum, [draw(odd_branch(i, o, depth - 1)) for _ in range(draw(st.integers(1, 3)))])
     middle = [draw(st.sampled_from(CHANNELS)) for _ in range(draw(st.integers(1, 2)))]
     return fitting(Seq, [draw(odd_branch(a, b, depth - 1)) for a, b in zip([i, *middle], [*middle, o])])
 
@@ -42,8 +45,9 @@ def fitting(kind, parts):
     try: return kind(*parts)
     except ValueError as e:
         assert 'do not fit together' in str(e)
-        i, o = parts[0].in_channels, parts[-1].out_channels
-        return Sum(*parts, Conv(i, o, 1)) if kind is Sum else Seq(Sum(parts[0], Conv(i, parts[0].out_channels, 1)), *parts[1:])
+        first, *others = parts
+        dense = Conv(first.in_channels, first.out_channels, 1)
+        return Sum(*parts, dense) if kind is Sum else Seq(Sum(first, dense), *others)
 
 
 @st.composite
@@ -68,8 +72,8 @@ def layer(draw):
 def case(draw):
     torch.manual_seed(draw(st.integers(0, 10**6)))
     made = draw(layer())
-    height, width = (max(k - 2*p, 1) + draw(st.integers(3, 6)) for k, p in zip(made.kernel_size, made.padding))
-    return made, torch.randn(3, made.in_channels, height, width).double()
+    sides = [max(k - 2*p, 1) + draw(st.integers(3, 6)) for k, p in zip(made.kernel_size, made.padding)]
+    return made, torch.randn(3, made.in_channels, *sides).double()
 
 
 def prove(made, x):
@@ -79,19 +83,23 @@ def prove(made, x):
 
 def test_random_expressions(request):
     slow = request.config.getoption('--slow')
-    ran, kinds = [], {}
+    examples = 10_000 if slow else 200
+    norms, kinds = [], set()
 
-    @settings(max_examples=10_000 if slow else 200, derandomize=not slow, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=not slow, deadline=None, database=None,
+              suppress_health_check=list(HealthCheck))
     @given(case())
     def run(made_x):
         prove(*made_x)
-        ran.append(sum(isinstance(m, Norm) for m in made_x[0].modules()))
-        for m in made_x[0].modules(): kinds[k] = kinds.get(k := getattr(m, 'name', type(m).__name__), 0) + 1
+        modules = list(made_x[0].modules())
+        norms.append(sum(isinstance(m, Norm) for m in modules))
+        kinds.update(getattr(m, 'name', type(m).__name__) for m in modules)
     run()
-    PROVEN['random expressions proven'] = f'{len(ran)}, with {sum(ran)} batch norms inside'
-    assert len(ran) >= (10_000 if slow else 200) and sum(n > 1 for n in ran) > len(ran)//10
-    assert kinds.keys() >= {'identity', 'Conv', 'Scale', 'Norm', 'Seq', 'Sum', 'WeightNorm'}, kinds
-    assert len(set(FIXED) - kinds.keys()) <= (0 if slow else 1), kinds   # hypothesis draws depend on what else is imported: one may be missed in 200
+    PROVEN['random expressions proven'] = f'{len(norms)}, with {sum(norms)} batch norms inside'
+    assert len(norms) >= examples and sum(n > 1 for n in norms) > len(norms)//10
+    assert kinds >= {'identity', 'Conv', 'Scale', 'Norm', 'Seq', 'Sum', 'WeightNorm'}, kinds
+    # what hypothesis draws depends on what else is imported: one may be missed in 200
+    assert len(set(FIXED) - kinds) <= (0 if slow else 1), kinds
 
 
 def test_the_proof_can_fail():

@@ -53,7 +53,8 @@ def test_orepa_merge_costs_less_than_its_convolution():
     try:
         with torch.no_grad():
             weight = layer.kernel().weight
-            rounds = [(cpu(layer.kernel), cpu(lambda: torch.conv2d(x, weight, padding=1))) for _ in range(14)][3:]
+            def convolution(): return torch.conv2d(x, weight, padding=1)
+            rounds = [(cpu(layer.kernel), cpu(convolution)) for _ in range(14)][3:]
     finally: torch.set_num_threads(threads)
     ratio = statistics.median(a/b for a, b in rounds)
     assert ratio < 1, f'merge/convolution {ratio:.2f}'

@@ -6,7 +6,7 @@ from safetensors.torch import load as tensors_in, save_file
 import repq
 from repq.blocks import make_block
 from repq.models import build_model
-from repq.quantization.files import ZEROS, about_file, sealed
+from repq.quantization.files import NO_DIGEST, about_file, sealed
 from repq.tools.testing import randomize_bn
 
 
@@ -387,7 +387,7 @@ def test_the_forger_can_write_whole_files(file):
     before = file.read_bytes()
     file.write_bytes(sealed(tensors, header))
     assert file.read_bytes() == before and repq.load(file, net=foreign())
-    assert ZEROS.encode() not in before
+    assert NO_DIGEST.encode() not in before
 
 
 NETWORKS = {

@@ -131,7 +131,7 @@ def test_two_methods(batch):
     assert any(f'METHOD {METHOD + 1}, now {METHOD} (seed 0)' in n for n in v.notes)
     results = Results('cpu', batch, 3)
     assert '99.90' not in curves_figure(results) and '1 other method' in report.report_html(results)
-    assert '5 of 257 runs' in verdicts.summary(results)[0]
+    assert '5 of 257 runs' in verdicts.results_summary(results)[0]
 
 
 def test_a_seed_missing_in_one_arm(batch):
