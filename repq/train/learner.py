@@ -247,7 +247,7 @@ def check_quantized_for(net:nn.Module, target:str|None):
     inputs = [l.input_quantizer for l in quantizable_layers(net).values() if steps_in(l)]
     if target != 'tensorrt' or all(q.symmetric == HALF for q in inputs): return
     raise ValueError("target='tensorrt': the network was quantized before, for 0..255. Start from "
-                     "the full-precision network, or quantize it with repq.quantize(net, 8, 8, target='tensorrt')")
+                     "the full-precision network, or call repq.quantize(net, 8, 8, target='tensorrt') on it")
 
 # %% ../../nbs/train/3_learner.ipynb #f2fd4987
 @patch
