@@ -17,7 +17,7 @@ from .evidence import (NOT_RUN, PAPER, USABLE, Address, Measured, Results, digit
                                      paper_value, spread, trained_on)
 from .formats import Item, Table
 from .recipes import RECIPES
-from .runs import MODELS
+from .runs import CLASSIFIERS
 
 # %% ../../nbs/reproduce/13_tables.ipynb #8eca0ea4
 RANKED = {'2': ('best', 'second'), '3': ('best',)} # what is marked among the rows that share the first label
@@ -279,7 +279,7 @@ LOSSES = dict(classify='cross entropy', super_resolution='mae') # of the experim
 def runs_of(results:Results, recipe:str)->list:
     "The runs of a column of Table S1: those of Tables 2 and 3, without side experiments"
     def belongs(a):
-        if a.table == '2': return MODELS[a.row[0]][2] == recipe
+        if a.table == '2': return CLASSIFIERS[a.row[0]].recipe == recipe
         return a.table == '3' and recipe == 'ecbsr'
     return [run for a, cell in results.cells.items() if belongs(a) for run in cell.runs]
 
