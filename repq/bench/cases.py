@@ -36,7 +36,8 @@ from ..quantization.layer import RepConv2d, one_of
 from ..models.blocks import plain
 from ..models.networks import build_model
 from ..quantization.network import quantize
-from ..deploy.export import export_onnx, onnx_session
+from ..deploy.runtimes import installed_runtimes, onnx_session, openvino_session
+from ..deploy.export import export_onnx
 from .timing import (allocated_bytes, best_device, failed_compilations, interleaved, judge,
                                overheard, relative, saved_bytes, summarize)
 
@@ -617,7 +618,7 @@ def kernel_share(path, x, runs:int=20)->float: # 0..1
     nodes = [(e['args']['op_name'], e['dur']) for e in events if e.get('cat') == 'Node' and e['name'].endswith('kernel_time')]
     return sum(d for op, d in nodes if op in KERNELS)/max(1, sum(d for _, d in nodes))
 
-def deployed_files(folder, model:str, size:int, bits, **kwargs)->dict: # such as '8 bits' -> path
+def deployed_files(folder, model:str, size:int, bits, target:str='onnxruntime', **kwargs)->dict: # such as '8 bits' -> path
     "The same network in full precision and quantized, exported; 4-bit weights packed"
     def make(): torch.manual_seed(0); return build_model(model, **kwargs)
     net = make()
@@ -626,7 +627,7 @@ def deployed_files(folder, model:str, size:int, bits, **kwargs)->dict: # such as
     for b in bits:
         net = quantize(make(), b, b, start='first')
         net(x)                                 # the quantizers are initialised
-        files[f'{b} bits'] = export_onnx(net.eval(), Path(folder)/f'{b}.onnx', x[:1], packed=b <= 4)
+        files[f'{b} bits'] = export_onnx(net.eval(), Path(folder)/f'{b}.onnx', x[:1], packed=b <= 4, target=target)
     return files
 
 # %% ../../nbs/bench/2_cases.ipynb #2b96ad2d
@@ -645,8 +646,14 @@ def bench_deploy(
     "Latency and size of ONNX files, in float32 and in integers, taking turns"
     with tempfile.TemporaryDirectory() as folder:
         files = deployed_files(folder, model, size, bits, width=width, **kwargs)
+        sessions = {k: onnx_session(f) for k, f in files.items()}
+        if 'openvino' in installed_runtimes():
+            (Path(folder)/'openvino').mkdir()
+            others = deployed_files(Path(folder)/'openvino', model, size, bits, 'openvino', width=width, **kwargs)
+            sessions |= {f'{k} in OpenVINO': openvino_session(f) for k, f in others.items()}
+            files |= {f'{k} in OpenVINO': f for k, f in others.items()}
         channels = build_model(model, width=width, **kwargs).in_channels
-        sessions, runs = {k: onnx_session(f) for k, f in files.items()}, {b: max(1, 32//b) for b in batches}
+        runs = {b: max(1, 32//b) for b in batches}
         inputs = {b: torch.randn(b, channels, size, size) for b in batches}
         def run(k, b):
             for _ in range(runs[b]): sessions[k].run(None, {'input': inputs[b].numpy()})
@@ -655,12 +662,12 @@ def bench_deploy(
         each = [runs[b] for _, b in pairs.values()]
         for column in ('median ms', 'min ms'): table[column] /= each
         table['bytes'] = [files[k].stat().st_size for k, _ in pairs.values()]
-        share = {name: kernel_share(files[k], inputs[b]) for name, (k, b) in pairs.items()}
+        share = {name: kernel_share(files[k], inputs[b]) for name, (k, b) in pairs.items() if 'OpenVINO' not in name}
     for name, (k, b) in pairs.items():
         base = f'float32, batch {b}'
         faster = 1/relative(table, base).loc[name]
         table.loc[name, ['times faster', 'low', 'high']] = faster['median'], faster['high'], faster['low']
-        table.loc[name, 'kernels alone'] = faster['median']/share[name]   # if all the rest were free
+        table.loc[name, 'kernels alone'] = faster['median']/share.get(name, float('nan')) # if all the rest were free
         table.loc[name, 'file'] = table.bytes[name]/table.bytes[base]
     targets = {f'8 bits, batch {b}': (t, t) for b, t in DEPLOY_TARGETS.items()} if (model, width, size) == ('repvgg_a0', .5, 64) else {}
     return judge(table, targets, table['times faster'], more=True)
