@@ -14,7 +14,7 @@ __all__ = ['CLIPS', 'TRAIN_FOR_TENSORRT', 'LayerNumbers', 'integer_parameters', 
 # %% ../../nbs/deploy/5_export.ipynb #cfccb0c4
 import copy, json, tempfile, warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import NamedTuple

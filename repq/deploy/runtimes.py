@@ -63,7 +63,7 @@ class OpenVINOSession:
         core, onnx = optional('openvino').Core(), optional('onnx')
         model = model if isinstance(model, bytes) else Path(model).read_bytes()
         graph = onnx.load_from_string(model).graph
-        self.names = [[p.name for p in ports] for ports in (graph.input, graph.output)] # OpenVINO has further ones
+        self.names = [[p.name for p in ports] for ports in (graph.input, graph.output)]
         options = dict(INFERENCE_NUM_THREADS=threads, NUM_STREAMS=1, INFERENCE_PRECISION_HINT='f32')
         try: self.compiled = core.compile_model(core.read_model(model), 'CPU', options)
         except RuntimeError as e: raise ValueError(f'OpenVINO cannot load this file: {e}') from e
@@ -88,7 +88,7 @@ def executed_precisions(session:OpenVINOSession)->list: # (layer, type, precisio
     def word(op, key): return op.get_rt_info()[key].astype(str)
     found = [(op.get_friendly_name(), word(op, 'layerType'), word(op, 'runtimePrecision'))
              for op in session.compiled.get_runtime_model().get_ordered_ops()]
-    return [(name, kind, precision) for name, kind, precision in found if kind not in ('Input', 'Output', 'Const')]
+    return [layer for layer in found if layer[1] not in ('Input', 'Output', 'Const')]
 
 def executed_convolutions(session:OpenVINOSession)->Counter: # precision -> how many
     "In which precision convolutions and matrix products run"

@@ -8,7 +8,8 @@ __all__ = ['FORMS', 'TARGETS', 'LayerShape', 'layer_shape', 'long_sums', 'fastes
 
 # %% ../../nbs/deploy/2_targets.ipynb #9ebfadcb
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 from torch import nn
 
 # %% ../../nbs/deploy/2_targets.ipynb #0d5c43bb

@@ -21,31 +21,34 @@ class Rule(NamedTuple):
     source:str
 
 RULES = dict(
-    operator=Rule('only operators that its parser knows', f'{ONNX_TENSORRT}, version 10.15: operator support matrix'),
+    operator=Rule('only operators that its parser knows',
+                  f'{ONNX_TENSORRT}, version 10.15: operator support matrix'),
     opset=Rule('opset 9 to 24', f'{ONNX_TENSORRT}, version 10.15: first paragraph'),
     symmetric=Rule('the zero point of QuantizeLinear and DequantizeLinear is 0',
-                   f'{ONNX_TENSORRT}: y_zero_point must be 0; {NVIDIA}/work-quantized-types.html: symmetric quantization'),
+                   f'{ONNX_TENSORRT}: y_zero_point must be 0; '
+                   f'{NVIDIA}/work-quantized-types.html: symmetric quantization'),
     signed=Rule('quantized tensors are int8; uint8 exists as input or output of a network only',
                 f'{ONNX_TENSORRT}: notes on types; github.com/onnx/onnx-tensorrt/pull/886'),
     bias=Rule('DequantizeLinear takes int8, not the int32 of a bias',
               f'{ONNX_TENSORRT}: supported types; github.com/onnx/onnx-tensorrt/issues/850'),
-    quantized=Rule('an int8 tensor is made by QuantizeLinear, or stored, and goes to DequantizeLinear and nowhere else',
+    quantized=Rule('an int8 tensor comes from QuantizeLinear or the file, and goes to DequantizeLinear only',
                    f'{ONNX_TENSORRT}: INT8 is supported only through quantization'),
     pairs=Rule('of a convolution or product both input and weight come from DequantizeLinear, or neither',
-               f'{NVIDIA}/quantized-types-explicit-quantization.html: quantized weights, placement of Q/DQ layers'),
+               f'{NVIDIA}/quantized-types-explicit-quantization.html: quantized weights, Q/DQ placement'),
     channels=Rule('one scale for each output channel of a weight, one scale for an activation',
                   f'{NVIDIA}/work-quantized-types.html: per-tensor and per-channel scaling'),
     range=Rule('integers of weights are -127..127',
-               'https://mqbench.readthedocs.io/en/latest/user_guide/hardware/tensorrt.html: quantization scheme'),
+               'https://mqbench.readthedocs.io/en/latest/user_guide/hardware/tensorrt.html'),
     resize=Rule('Resize is nearest or linear', f'{ONNX_TENSORRT}: restrictions of Resize'),
-    pool=Rule('pooling in two or three dimensions, without dilation', f'{ONNX_TENSORRT}: restrictions of MaxPool, AveragePool'))
+    pool=Rule('pooling in two or three dimensions, without dilation',
+              f'{ONNX_TENSORRT}: restrictions of MaxPool, AveragePool'))
 
 # %% ../../nbs/deploy/3_tensorrt.ipynb #bb8a05c7
-UNKNOWN_OPERATORS = set('''AffineGrid Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Col2Im CenterCropPad
-Compress ConcatFromSequence ConvInteger DFT Det DynamicQuantizeLinear ImageDecoder MatMulInteger MaxRoiPool MaxUnpool
-MelWeightMatrix Multinomial NegativeLogLikelihoodLoss Optional OptionalGetElement OptionalHasElement QLinearConv
-QLinearMatMul RegexFullMatch SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength
-SequenceMap SoftmaxCrossEntropyLoss'''.split())
+UNKNOWN_OPERATORS = set('''AffineGrid Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Col2Im
+CenterCropPad Compress ConcatFromSequence ConvInteger DFT Det DynamicQuantizeLinear ImageDecoder MatMulInteger
+MaxRoiPool MaxUnpool MelWeightMatrix Multinomial NegativeLogLikelihoodLoss Optional OptionalGetElement
+OptionalHasElement QLinearConv QLinearMatMul RegexFullMatch SequenceAt SequenceConstruct SequenceEmpty
+SequenceErase SequenceInsert SequenceLength SequenceMap SoftmaxCrossEntropyLoss'''.split())
 
 class Violation(NamedTuple):
     "A rule that a node breaks"
@@ -82,7 +85,8 @@ def check_quantizer(r:Reader, node)->list: # of Violation
     if codes is not None and codes.min() < -127: found.append(('range', f'{codes.min()}'))
     per_channel = scale is not None and scale.ndim > 0
     if per_channel and codes is None: found.append(('channels', f'{scale.size} scales for an activation'))
-    if codes is not None and codes.ndim > 1 and not per_channel: found.append(('channels', 'one scale for a weight'))
+    is_weight = codes is not None and codes.ndim > 1
+    if is_weight and not per_channel: found.append(('channels', 'one scale for a weight'))
     return [Violation(rule, node.name, what) for rule, what in found]
 
 # %% ../../nbs/deploy/3_tensorrt.ipynb #61427124
@@ -90,13 +94,17 @@ def check_product(r:Reader, node)->list: # of Violation
     "The rules for Conv, Gemm and MatMul"
     sides = [r.kind(name) == 'DequantizeLinear' for name in node.input[:2]]
     if sides[0] == sides[1]: return []
-    return [Violation('pairs', node.name, f'{"input" if sides[0] else "weight"} quantized, {"weight" if sides[0] else "input"} not')]
+    yes, no = ('input', 'weight') if sides[0] else ('weight', 'input')
+    return [Violation('pairs', node.name, f'{yes} quantized, {no} not')]
 
 def check_bytes(r:Reader, node)->list: # of Violation
     "No operator but DequantizeLinear reads an int8 tensor"
     if node.op_type in ('DequantizeLinear', 'QuantizeLinear'): return []
-    def quantized(name): return r.kind(name) == 'QuantizeLinear' or (name in r.stored and r.stored[name].dtype in (np.int8, np.uint8))
-    return [Violation('quantized', node.name, f'{node.op_type} reads {name}') for name in node.input if quantized(name)]
+    def quantized(name):
+        stored = name in r.stored and r.stored[name].dtype in (np.int8, np.uint8)
+        return stored or r.kind(name) == 'QuantizeLinear'
+    readers = [name for name in node.input if quantized(name)]
+    return [Violation('quantized', node.name, f'{node.op_type} reads {name}') for name in readers]
 
 def check_window(r:Reader, node)->list: # of Violation
     "The rules for pooling and Resize"
@@ -108,8 +116,8 @@ def check_window(r:Reader, node)->list: # of Violation
     return [Violation('pool', node.name, 'one dimension' if flat else 'dilation')] if flat or wide else []
 
 # %% ../../nbs/deploy/3_tensorrt.ipynb #cb5a8a75
-CHECKS = dict(QuantizeLinear=check_quantizer, DequantizeLinear=check_quantizer, Conv=check_product, Gemm=check_product,
-              MatMul=check_product, Resize=check_window, MaxPool=check_window, AveragePool=check_window)
+CHECKS = dict(QuantizeLinear=check_quantizer, DequantizeLinear=check_quantizer, Conv=check_product,
+              Gemm=check_product, MatMul=check_product, Resize=check_window, MaxPool=check_window, AveragePool=check_window)
 
 def check_tensorrt(
     model # path, bytes, or a model of ONNX
@@ -123,6 +131,7 @@ def check_tensorrt(
     if not 9 <= opset <= 24: found.append(Violation('opset', 'the file', str(opset)))
     for node in r.nodes:
         foreign = node.domain not in ('', 'ai.onnx')
-        if node.op_type in UNKNOWN_OPERATORS or foreign: found.append(Violation('operator', node.name, node.op_type))
+        if node.op_type in UNKNOWN_OPERATORS or foreign:
+            found.append(Violation('operator', node.name, node.op_type))
         found += CHECKS.get(node.op_type, lambda r, node: [])(r, node) + check_bytes(r, node)
     return found
