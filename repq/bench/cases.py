@@ -37,7 +37,8 @@ from ..quantization.layer import RepConv2d, one_of
 from ..models.blocks import plain
 from ..models.networks import build_model
 from ..quantization.network import quantize
-from ..deploy.export import export_onnx, onnx_session
+from ..deploy.runtimes import installed_runtimes, onnx_session, openvino_session
+from ..deploy.export import export_onnx
 from .timing import (allocated_bytes, best_device, failed_compilations, interleaved, judge,
                                overheard, relative, saved_bytes, summarize)
 
@@ -624,7 +625,14 @@ def kernel_share(path, x, runs:int=20)->float: # 0..1
     return sum(times[op] for op in KERNELS)/max(1, times.total())
 
 # %% ../../nbs/bench/2_cases.ipynb #0fa89065
-def deployed_files(folder, model:str, size:int, bits, **kwargs)->dict: # such as '8 bits' -> path
+def deployed_files(
+    folder,
+    model:str,
+    size:int,                   # height and width
+    bits,                       # such as (8, 4)
+    target:str='onnxruntime',   # see `export_onnx`
+    **kwargs                    # of the model
+)->dict: # such as '8 bits' -> path
     "Export the same network in full precision and quantized; 4-bit weights are packed"
     def make():
         torch.manual_seed(0)
@@ -635,7 +643,8 @@ def deployed_files(folder, model:str, size:int, bits, **kwargs)->dict: # such as
     for b in bits:
         net = quantize(make(), b, b, start='first')
         net(x)                                 # initialises the quantizers
-        files[f'{b} bits'] = export_onnx(net.eval(), Path(folder)/f'{b}.onnx', x[:1], packed=b <= 4)
+        path = Path(folder)/f'{b}.onnx'
+        files[f'{b} bits'] = export_onnx(net.eval(), path, x[:1], packed=b <= 4, target=target)
     return files
 
 # %% ../../nbs/bench/2_cases.ipynb #49b789f8
@@ -643,7 +652,8 @@ DEPLOY_TARGETS = {1: 1.8, 16: 2.2} # batch -> times faster than float32 with 8 b
 
 def time_files(files:dict, inputs:dict, rounds:int, on_round=None)->tuple: # table, {row: (file, batch)}
     "Latency of ONNX files with each batch, in milliseconds"
-    sessions, runs = {k: onnx_session(f) for k, f in files.items()}, {b: max(1, 32//b) for b in inputs}
+    openers = {k: openvino_session if 'OpenVINO' in k else onnx_session for k in files}
+    sessions, runs = {k: openers[k](f) for k, f in files.items()}, {b: max(1, 32//b) for b in inputs}
     def run(k, b):
         for _ in range(runs[b]): sessions[k].run(None, {'input': inputs[b].numpy()})
     pairs = {f'{k}, batch {b}': (k, b) for b in inputs for k in files}
@@ -666,16 +676,21 @@ def bench_deploy(
     "Latency and size of ONNX files, in float32 and in integers"
     with tempfile.TemporaryDirectory() as folder:
         files = deployed_files(folder, model, size, bits, width=width, **kwargs)
+        if 'openvino' in installed_runtimes():
+            (Path(folder)/'openvino').mkdir()
+            others = deployed_files(Path(folder)/'openvino', model, size, bits, 'openvino', width=width, **kwargs)
+            files |= {f'{k} in OpenVINO': f for k, f in others.items()}
         channels = build_model(model, width=width, **kwargs).in_channels
         inputs = {b: torch.randn(b, channels, size, size) for b in batches}
         table, pairs = time_files(files, inputs, rounds, on_round)
         table['bytes'] = [files[k].stat().st_size for k, _ in pairs.values()]
-        share = {name: kernel_share(files[k], inputs[b]) for name, (k, b) in pairs.items()}
+        profiled = {name: p for name, p in pairs.items() if 'OpenVINO' not in name}
+        share = {name: kernel_share(files[k], inputs[b]) for name, (k, b) in profiled.items()}
     for name, (_, b) in pairs.items():
         base = f'float32, batch {b}'
         faster = 1/relative(table, base).loc[name]
         table.loc[name, ['times faster', 'low', 'high']] = faster['median'], faster['high'], faster['low']
-        table.loc[name, 'kernels alone'] = faster['median']/share[name]   # if all the rest were free
+        table.loc[name, 'kernels alone'] = faster['median']/share.get(name, float('nan')) # if the rest were free
         table.loc[name, 'file'] = table.bytes[name]/table.bytes[base]
     targets = {f'8 bits, batch {b}': (t, t) for b, t in DEPLOY_TARGETS.items()}
     is_default = (model, width, size) == ('repvgg_a0', .5, 64)
