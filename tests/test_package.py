@@ -78,7 +78,7 @@ NO_TORCH = ('tools.files', 'tools.registry', 'tools.drawing', 'tools.text_tables
 def test_runs_and_their_driver_need_no_torch():
     "Asking how far a batch is takes no five seconds, and the driver's kernels alone pay for torch"
     extra = loaded_by('; '.join(f'import repq.{m}' for m in NO_TORCH)) - loaded_by('pass')
-    assert extra - {'fastcore'} == {'repq'} and set(NO_TORCH) <= set(MODULES)   # fastcore for @patch, as above
+    assert extra - {'fastcore'} == {'repq'} and set(NO_TORCH) <= set(MODULES)   # fastcore for @patch
 
 
 def test_importing_repq_loads_nothing():
