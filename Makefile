@@ -34,7 +34,7 @@ notebooks: install ## run every notebook outside experiments/
 	cd nbs && OMP_NUM_THREADS=1 ../$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_folder_re '^([_.]|experiments$$)'
 
 pytest: install ## run tests/ (PYTEST_FLAGS=--slow for the long ones)
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests --ignore tests/test_package.py --ignore tests/test_house.py $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 tests --ignore tests/test_package.py --ignore tests/test_house.py $(PYTEST_FLAGS)
 
 export: install ## write the modules from the notebooks
 	$(BIN)/nbdev_clean && $(BIN)/nbdev_export

@@ -45,7 +45,8 @@ MOVED = dict(
 INSTEAD = {   # names of version 0.1 that have no successor of the same kind -> what to use
     'repq.qat.replace_object': 'repq.quantization.wrapping.replace_module',
     'repq.bench.paper_ratios': 'repq.reproduce.evidence.paper_times',
-    'repq.runs.recipes': 'repq.reproduce.recipes.RECIPES'}
+    'repq.runs.recipes': 'repq.reproduce.recipes.RECIPES',
+    'repq.runs.MODELS': 'repq.reproduce.runs.CLASSIFIERS'}
 
 
 def find_moved(package:str, name:str, modules, told:bool=False):

@@ -19,9 +19,10 @@ class Switch:
 class use_compiled(Switch):
     "Choose the path; now `with repq.use_path('both')`, 'simple', 'fused' or 'auto'"
     def __init__(self, mode):
-        if mode not in OLD_PATHS: raise ValueError(f"mode must be True, False, 'native' or 'auto', got {mode!r}")
-        warn(f'repq.use_compiled({mode!r}) is now `with repq.use_path({OLD_PATHS[mode]!r})`; the old name goes with 0.3',
-             DeprecationWarning, 2)
+        if mode not in OLD_PATHS:
+            raise ValueError(f"mode must be True, False, 'native' or 'auto', got {mode!r}")
+        now = f'with repq.use_path({OLD_PATHS[mode]!r})'
+        warn(f'repq.use_compiled({mode!r}) is now `{now}`; the old name goes with 0.3', DeprecationWarning, 2)
         self.before = Seam.path
         choose_path(OLD_PATHS[mode])
 
@@ -29,7 +30,7 @@ class use_compiled(Switch):
 
 
 class statistics_in(Switch):
-    "The type in which exact statistics multiply; now `layer.statistics = Exact(torch.bfloat16)`, and likewise the others"
+    "The type in which exact statistics multiply; now for example `layer.statistics = Exact(torch.bfloat16)`"
     def __init__(self, dtype:torch.dtype):
         check_dtype(dtype)
         warn('repq.statistics_in(dtype) is now an argument of the statistics, such as layer.statistics = '

@@ -1,8 +1,8 @@
 "All data in one place: the names of `repq.train.images` and of `repq.train.super_resolution`"
 # plain Python: it only names things
 from .train import images as _images, super_resolution as _super_resolution
-from .train.images import *
-from .train.super_resolution import *
+from .train.images import * # noqa: F403
+from .train.super_resolution import * # noqa: F403
 
 __all__ = [*_images.__all__, *_super_resolution.__all__]
 

@@ -25,16 +25,19 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption('--slow'): return
     for item in items:
-        if mark := item.get_closest_marker('slow'): item.add_marker(pytest.mark.skip(reason=f'{mark.args[0]}: pytest --slow'))
+        if mark := item.get_closest_marker('slow'):
+            item.add_marker(pytest.mark.skip(reason=f'{mark.args[0]}: pytest --slow'))
 
 
 def pytest_addoption(parser):
-    parser.addoption('--slow', action='store_true', help='the long versions: 10,000 random expressions instead of 200')
+    parser.addoption('--slow', action='store_true',
+                     help='the long versions: 10,000 random expressions instead of 200')
 
 
 def pytest_terminal_summary(terminalreporter, config):
     if hasattr(config, 'workerinput'): return   # a worker process of pytest-xdist: the main one prints
-    for line in PROVEN.path.read_text().splitlines(): terminalreporter.write_line('{}: {}'.format(*json.loads(line)))
+    for line in PROVEN.path.read_text().splitlines():
+        terminalreporter.write_line('{}: {}'.format(*json.loads(line)))
     PROVEN.path.unlink()
 
 
@@ -44,7 +47,7 @@ def seed(): torch.manual_seed(0)
 
 @pytest.fixture
 def below_2_gb():
-    "Fails a test after which this process has needed more than 2 GB, or 0.25 GB more than the tests before it"
+    "Fail if this process has needed more than 2 GB, or 0.25 GB more than before the test"
     def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**20
     before = peak()
     yield

@@ -1,10 +1,12 @@
-"The house: a room imports what its row in CONTRIBUTING.md says, and has one name everywhere"
+"Rooms: each imports what its row in CONTRIBUTING.md allows, and has one name everywhere"
 import ast, importlib.util, re, subprocess, sys
 from pathlib import Path
 import pytest
 import repq
 
 ROOT = Path(__file__).parent.parent
+
+
 def table():
     "room -> what it may import, in the words of the table"
     text = (ROOT/'CONTRIBUTING.md').read_text(encoding='utf-8')
@@ -55,7 +57,7 @@ def files(room): return sorted((ROOT/'repq'/room).glob('*.py'))
 
 
 def test_one_name_for_a_room():
-    "The table, sub-packages, folders of notebooks and of tests, and sections of the site"
+    "The table, sub-packages, folders of notebooks and folders of tests agree"
     packages = {p.parent.name for p in (ROOT/'repq').glob('*/__init__.py')}
     assert packages == set(ROOMS) == set(repq._rooms)
     assert {room for room, _ in ORDER.values()} == packages
@@ -89,7 +91,7 @@ def test_imports_inside_a_room_go_to_lower_numbers(room):
 
 
 def test_imports_are_seen(tmp_path):
-    "Each form of an import, and nothing else"
+    "Every form of import is found, and nothing else"
     file = tmp_path/'a.py'
     file.write_text('''
 import torch.nn, repq
@@ -113,7 +115,7 @@ def test_the_table_is_read():
 
 
 def test_no_room_or_module_takes_the_place_of_a_name():
-    "After importing every module each public name is what it was, and so is each name that a room shows"
+    "Importing every module changes no public name, neither of the package nor of a room"
     code = '''
 import importlib, pkgutil, repq
 packages = [repq, *(getattr(repq, room) for room in repq._rooms)]

@@ -1,4 +1,4 @@
-"The names of version 0.1: those of package, README and tutorials work as they did, others for one release"
+"Names of version 0.1: those of package, README and tutorials still work, others for one more release"
 import json, os, re, subprocess, sys, warnings
 from importlib import import_module
 from pathlib import Path
@@ -8,12 +8,12 @@ from repq._lazy import INSTEAD, MOVED
 
 ROOT = Path(__file__).parent.parent
 
-# what `import repq` showed in version 0.1
+# what `import repq` offered in version 0.1
 TOP = '''Kernel statistics_in Conv Fixed Identity Norm Scale Seq Sum WeightNorm LSQ NoiseQuantizer Quantizer
 make_quantizer use_compiled RepConv2d merge parameter_groups ptq quantize recalibrate export_onnx
 load_official load save convert check_parity QAT QATDoctor'''.split()
 
-# and its modules
+# its modules
 MODULES = '''testing kernel norm branch quantizer weights layer blocks models data qat operators deploy graphs
 official saving foreign learner parity training runs cluster driver evidence protocol statements verdicts
 formats tables bench cli'''.split()
@@ -25,7 +25,7 @@ USED = dict(
     data='''cifar10_dls digits_dls SRBenchmark bicubic_baseline evaluate_sr find_data imresize photo_dls
             photos psnr_y sr_train_dls scoring_loader''')
 
-# the same of modules that do not, or that are rooms now
+# the same for modules that are renamed, or that are rooms now
 OLD = dict(
     kernel='compose convolve laplacian',
     norm='estimate_moments moments',
@@ -54,7 +54,7 @@ def test_top_level_names(name):
 
 @pytest.mark.parametrize('module', USED)
 def test_names_that_stay(module):
-    "Found as before, without a word"
+    "Found as before, without a warning"
     with warnings.catch_warnings():
         warnings.simplefilter('error', DeprecationWarning)
         found = import_module(f'repq.{module}')
@@ -73,18 +73,17 @@ def test_data_has_everything():
 def test_names_that_moved(module):
     "Found for one more release; a warning says where they are now, and there they are"
     if module in MOVED: sys.modules.pop(f'repq.{module}', None)   # it is the import that warns
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         old = import_module(f'repq.{module}')
         found = {name: getattr(old, name) for name in OLD[module].split()}
-    told = [str(w.message) for w in said if w.category is DeprecationWarning]
-    shown = set(old.__all__)   # of a room: what it shows without a word
+    messages = [str(w.message) for w in caught if w.category is DeprecationWarning]
+    shown = set(old.__all__)   # of a room: what it offers without a warning
     if module in MOVED:
         home = MOVED[module].split()[0]
-        assert told[0].startswith(f'repq.{module} is now repq.{home};')
+        assert messages.pop(0).startswith(f'repq.{module} is now repq.{home};')
         shown = set(dir(import_module(f'repq.{home}')))
-    told = told[module in MOVED:]
-    moved = dict(re.match(r'repq\.\w+\.(\w+) is now (repq\.[\w.]+)\.', t).groups() for t in told)
+    moved = dict(re.match(r'repq\.\w+\.(\w+) is now (repq\.[\w.]+)\.', m).groups() for m in messages)
     assert set(moved) == set(found) - shown
     for name, place in moved.items(): assert getattr(import_module(place), name) is found[name]
 
@@ -109,7 +108,7 @@ def test_the_warning_names_the_line_of_the_user(tmp_path):
         assert re.search(wanted, done.stderr), done.stderr
 
 
-def test_names_that_went_say_what_to_use():
+def test_removed_names_say_what_to_use():
     for old, new in INSTEAD.items():
         module, name = old.rsplit('.', 1)
         expected = pytest.raises(AttributeError, match=f'any more: use {re.escape(new)}')
@@ -135,7 +134,7 @@ def test_star_and_pickle_find_old_modules():
 
 
 def sources():
-    "Everything that is ours and names modules: notebooks, tests, texts"
+    "Everything of ours that mentions modules: notebooks, tests, texts"
     own = [*(ROOT/'nbs').rglob('*.ipynb'), *ROOT.glob('*.md'), *(ROOT/'tests').rglob('*.py'), ROOT/'Makefile']
     for path in own:
         if path == Path(__file__): continue

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from fastcore.basics import patch
 import torch
 from torch import nn, Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from ..tools.registry import use_path
 from ..tools.text_tables import html_table, text_table
@@ -75,12 +75,13 @@ def put_kernel(
     bias:Tensor|None  # (out,)
 ):
     "Let a main branch compute a given convolution"
-    inner, length = innermost(part), weight.flatten(1).norm(dim=1)
+    inner, length, learns = innermost(part), weight.flatten(1).norm(dim=1), weight.requires_grad
     if isinstance(part, Scale):
         is_unit = isinstance(part.child, WeightNorm)
         part.scale.copy_(length if is_unit else torch.ones_like(length))
         if is_unit: weight = torch.where((length > 0)[:, None, None, None], weight, inner.weight)
     inner.weight.copy_(weight)
+    inner.weight.requires_grad_(learns)
     owner = part if isinstance(part, Scale) else inner
     if bias is not None: owner.bias = nn.Parameter(bias.clone())
     else: zero(owner.bias)
@@ -155,6 +156,7 @@ def start_sequence(layer:RepConv2d, weight:Tensor, bias:Tensor|None, norm:nn.Bat
     if bias is not None: last.bias = nn.Parameter(bias.clone())
     layer.after = norm
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #a8e841f4
 def check_sequence(layer:RepConv2d):
     "Refuse all sequences but 1×1, k×k, 1×1"
     parts = layer.branch.parts
@@ -185,11 +187,12 @@ def merged_kernel(layer:RepConv2d)->tuple[Tensor, Tensor]: # weight, bias
 
 # %% ../../nbs/adopt/4_expand_network.ipynb #da6bb332
 def expand_layer(
-    old:RepConv2d, # a convolution, with or without a norm after it
+    old:RepConv2d, # a convolution, with or without a norm after it; not changed
     make           # (in_channels, out_channels, kernel_size, stride, groups) -> RepConv2d
-)->RepConv2d: # takes over the norm of `old`
+)->RepConv2d:
     "A block that computes what a convolution computes"
     weight, bias = merged_kernel(old)
+    old = copy.deepcopy(old)   # a block that does not fit leaves no trace
     new, norm = make_like(old, make), old.after
     check_norm(new, norm)
     start = {Sum: start_sum, Seq: start_sequence}.get(type(new.branch))
@@ -198,6 +201,7 @@ def expand_layer(
     for ours, theirs in zip(merged_kernel(new), (weight, bias)): check_start(ours, theirs, new)
     return new
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #b5d867a3
 def check_start(actual:Tensor, expected:Tensor, layer:RepConv2d, tol:float=1e-4):
     "Refuse a block whose merged weight or bias is not the old one"
     error = (actual - expected).abs().max()/expected.abs().max().clamp_min(1e-30)
@@ -337,11 +341,17 @@ def count_multiplications(
 )->int:
     "Multiplications in convolutions and matrix products of one training step, counted without data"
     net = set_mode(copy.deepcopy(net), mode).train()
-    dtype = next(net.parameters()).dtype
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm2d): m.momentum = 0.1   # None would read a number of batches
+    like = next(net.parameters())
     fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
-    with fake, use_path('simple'), counter:
-        y = net(torch.empty(batch, *input_size, dtype=dtype))
-        for t in [y] if isinstance(y, Tensor) else y: t.sum().backward(retain_graph=True)
+    try:
+        with fake, use_path('simple'), counter:
+            y = net(torch.empty(batch, *input_size, dtype=like.dtype, device=like.device))
+            for t in [y] if isinstance(y, Tensor) else y: t.sum().backward(retain_graph=True)
+    except DataDependentOutputException:
+        raise ValueError('the code of the network asks for values, so its multiplications cannot be counted '
+                         'without data: leave out input_size') from None
     return counter.get_total_flops()//2
 
 # %% ../../nbs/adopt/4_expand_network.ipynb #f883d10a
@@ -408,6 +418,7 @@ def block_maker(block)->tuple: # name, function
     if block == 'plain': raise ValueError(f'plain has no branches to expand to; possible: {fitting(True)}')
     return block, BLOCKS[one_of(block, [b for b in BLOCKS if b != 'plain'], 'block')]
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #81f7e2db
 def refuse_nothing(report:Expansion):
     "Raise if no layer was expanded"
     if report.expanded: return
@@ -426,6 +437,7 @@ def is_named(name:str, where)->bool:
     if where is None or callable(where): return False
     return name in ([where] if isinstance(where, str) else where)
 
+# %% ../../nbs/adopt/4_expand_network.ipynb #e324aea8
 def expand_chosen(
     net:nn.Module,    # changed in place
     chosen:set,       # names of layers

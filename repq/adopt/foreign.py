@@ -84,6 +84,7 @@ def calls_by_module(graph:fx.Graph, strict:bool)->dict: # module name -> its cal
         calls.setdefault(module_of(n), []).append(str((n.op, n.target, given)))
     return calls
 
+# %% ../../nbs/adopt/2_foreign.ipynb #508cd4fb
 def differing_modules(
     a:fx.Graph,
     b:fx.Graph,
@@ -109,7 +110,7 @@ def trace_both(root:nn.Module, closed:dict, strict:bool)->tuple: # graph or None
     names = differing_modules(*graphs, strict)
     if not names: return graphs[1], [], ''
     culprits = [root.get_submodule(n) for n in names if n]
-    return None, culprits, 'it does other things in training than in evaluation'
+    return None, culprits, 'it computes something else in training than in evaluation'
 
 # %% ../../nbs/adopt/2_foreign.ipynb #743a09c2
 def trace(
@@ -251,6 +252,7 @@ def rewritten_class(
     own |= {'__module__': original.__module__, '__doc__': original.__doc__}
     return type(original.__name__, (Rewritten, original), own)
 
+# %% ../../nbs/adopt/2_foreign.ipynb #73a11e32
 def remake(*args)->nn.Module: # args: of `rewritten_class`
     "An empty object of a rewritten class"
     new = rewritten_class(*args)
@@ -482,7 +484,7 @@ def convert_children(self:Converter, name:str, module:nn.Module):
     for child, m in module.named_children():
         path = '.'.join(p for p in (name, child) if p)
         if type(m) is nn.Conv2d and reads_weights(module):
-            self.report.left[path] = 'its parameters may be read by other code'
+            self.report.left[path] = 'other code may read its parameters'
         else: self.convert_part(path)
 
 # %% ../../nbs/adopt/2_foreign.ipynb #854bdac4
@@ -632,7 +634,7 @@ def finish_report(net:nn.Module, report:Conversion, keep:dict):
     for name, m in net.named_modules():
         if not isinstance(m, nn.modules.conv._ConvNd) or name in report.left or m in keep: continue
         special = type(m).__name__ if type(m) is not nn.Conv2d else ''
-        report.left[name] = (f'{special} is a convolution of its own kind' if special
+        report.left[name] = (f'{special} is not a plain nn.Conv2d' if special
                              else 'it was not called while tracing')
     report.left = {n: r for n, r in report.left.items() if n not in report.layers}
     report.layers = {n: report.layers[n] for n in quantizable_layers(net) if n in report.layers}
@@ -707,5 +709,5 @@ def convert(
     net.conversion = report
     if report.left or report.closed:
         warnings.warn(f'converted in part: {report.summary()}. net.conversion says what and why; '
-                      'leaf= names what shall stay as it is')
+                      'leaf= names what to leave as it is')
     return net

@@ -171,6 +171,7 @@ def constant_names(net:nn.Module)->set:
     owners = [(n, m) for n, m in net.named_modules() if isinstance(m, (Fixed, Calibration))]
     return {f'{n}.{b}' for n, m in owners for b in m._buffers}
 
+# %% ../../nbs/adopt/3_official.ipynb #b254c6eb
 def fit_official(
     net:nn.Module,
     state:dict,    # official name -> Tensor

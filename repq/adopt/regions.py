@@ -87,12 +87,13 @@ def read_module(
     if type(m) is nn.Conv2d: return read_movable('conv', m, x, busy or read_conv(m))
     if type(m) in (nn.BatchNorm2d, nn.SyncBatchNorm): return read_movable('norm', m, x, busy or read_norm(m))
     if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0:
-        return Obstacle(f'{m}: it drops at random in training, so the branches around it stay apart')
+        return Obstacle(f'{m}: it drops at random in training, so the branches around it stay separate')
     if isinstance(m, (nn.Identity, nn.modules.dropout._DropoutNd)): return Op('same', (x,))
     if type(m) is not nn.AvgPool2d: return None
     options = m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad, m.divisor_override
     return read_pool(x, *options)
 
+# %% ../../nbs/adopt/1_regions.ipynb #363819b6
 def read_movable(kind:str, m:nn.Module, x:fx.Node, reason:str)->Op|Obstacle:
     "A module with parameters, unless there is a reason against it"
     return Obstacle(reason) if reason else Op(kind, (x,), m)
@@ -147,6 +148,7 @@ def read_arithmetic(root:nn.Module, node:fx.Node, what:str)->Op|None: # what: a 
     by_number = ca is None and isinstance(cb, (int, float)) and cb
     return Op('gain', (a,), 1/cb) if by_number else None
 
+# %% ../../nbs/adopt/1_regions.ipynb #46a56b30
 def read_product(root:nn.Module, x, c)->Op|None:
     "A value times a constant"
     factor = as_factor(c)
@@ -219,6 +221,7 @@ def share_norm(child:Branch, bn:nn.Module)->Norm:
 class Apart(Exception):
     "The reason why two parts do not become one convolution"
 
+# %% ../../nbs/adopt/1_regions.ipynb #fceddf76
 @dataclass(frozen=True)
 class Path:
     "What leads from a source to a node: an expression, with its padding and stride"
@@ -263,10 +266,10 @@ def check_joint(a:Path, b:Path):
     for k, p in zip(a.size, b.padding):
         if p and k > 1:
             raise Apart(f'zeros are padded between a {first} and the {second} behind it: '
-                        'their ring is not what the first gives there')
+                        'the first would not give zeros there')
         if p and a.biased:
             raise Apart(f'zeros are padded between a bias (or batch norm) and the {second} behind it: '
-                        'their ring lacks the bias')
+                        'merged, the border would get the bias')
 
 # %% ../../nbs/adopt/1_regions.ipynb #9a4b50d0
 def join(a:Path, b:Path)->Path:
@@ -295,6 +298,7 @@ def add_paths(paths:list)->Path:
     cost, biased = max(p.cost for p in paths), any(p.biased for p in paths)
     return Path(channels, branch, padding, paths[0].stride, cost, biased)
 
+# %% ../../nbs/adopt/1_regions.ipynb #19f55693
 def offset(p:Path)->tuple: return tuple(2*q - k for q, k in zip(p.padding, p.size))
 
 def check_parallel(paths:list):
@@ -398,7 +402,7 @@ def try_region(ops:dict, channels:dict, exit:fx.Node, source:fx.Node, nodes:set)
     except ValueError as e: raise Apart(str(e)) from None   # branches that do not fit together
     if path.merged_cost > path.cost*(1 + 1e-9):
         raise Apart(f'merging does not pay: one {show_size(path.size)} has {path.merged_cost:,.0f} MACs '
-                    f'per position, the longest way apart {path.cost:,.0f}')
+                    f'per position, the branches at most {path.cost:,.0f}')
     return Region(exit, source, nodes, path)
 
 # %% ../../nbs/adopt/1_regions.ipynb #9a4b50e1
@@ -431,6 +435,7 @@ def is_candidate(root:nn.Module, ops:dict, exit:fx.Node, source:fx.Node, nodes:s
     if any(u not in nodes for m in nodes - {exit} for u in m.users): return False   # someone reads the middle
     return may_start(ops, source, nodes) and stays(root, source, exit, nodes)
 
+# %% ../../nbs/adopt/1_regions.ipynb #c4ca836a
 def best_region(
     root:nn.Module,
     ops:dict,       # node -> Op
@@ -452,6 +457,7 @@ class Regions(NamedTuple):
     found:list  # of Region, in the order of the graph
     splits:list # of (exit, reason)
 
+# %% ../../nbs/adopt/1_regions.ipynb #df7e68a2
 def find_regions(
     root:nn.Module,
     graph:fx.Graph,

@@ -12,10 +12,11 @@ __all__ = ['PEERS', 'QUANTIZER_TARGETS', 'METHODS', 'OWN_PATHS', 'LAYOUTS', 'LAT
            'backward_flops', 'multiplications', 'count_steps', 'run_steps', 'add_ratios', 'measure_steps', 'Setting',
            'step_targets', 'bench_step', 'step_memory', 'networks_memory', 'bench_memory', 'branch_chain',
            'growth_point', 'bench_growth', 'growth_panels', 'growth_figure', 'kernel_share', 'deployed_files',
-           'bench_deploy']
+           'time_files', 'bench_deploy']
 
 # %% ../../nbs/bench/2_cases.ipynb #ef0666e8
 import copy, gc, json, tempfile
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
@@ -565,7 +566,8 @@ def bench_growth(
 # %% ../../nbs/bench/2_cases.ipynb #b7a1002e
 CURVES = { # row -> colour and marker
     'FP Plain': ('#9aa5b1', 'o'), 'FP Re-parametrized': ('#d08a2e', 'v'), 'QAT Plain': ('#5b6b7b', 's'),
-    'QAT RepQ-BN': ('#c0392b', '^'), 'QAT RepQ-BNEst': ('#2f7fbf', 'D'), 'QAT RepQ-calibrated': ('#2e8b57', 'P')}
+    'QAT RepQ-BN': ('#c0392b', '^'), 'QAT RepQ-BNEst': ('#2f7fbf', 'D'),
+    'QAT RepQ-calibrated': ('#2e8b57', 'P')}
 QUANTITIES = dict(batch='images in a batch', size='height and width', width='width of the network',
                   branches='branches of a block')
 
@@ -606,32 +608,51 @@ def growth_figure(records:list): # matplotlib's figure
     return fig
 
 # %% ../../nbs/bench/2_cases.ipynb #99b6e568
-KERNELS = ('QLinearConv', 'MatMulInteger', 'ConvInteger', 'QGemm', 'Conv', 'FusedConv', 'Gemm', 'FusedGemm', 'MatMul')
+KERNELS = ('QLinearConv', 'MatMulInteger', 'ConvInteger', 'QGemm', 'Conv', 'FusedConv', 'Gemm', 'FusedGemm',
+           'MatMul') # operations of ONNX Runtime that multiply
 
 def kernel_share(path, x, runs:int=20)->float: # 0..1
-    "Part of a file's running time that its convolutions and linear layers take"
+    "Share of convolutions and linear layers in the running time of a file"
     with tempfile.TemporaryDirectory() as folder:
         session = onnx_session(path, profile=Path(folder)/'profile')
         for _ in range(runs): session.run(None, {'input': x.numpy()})
         events = json.loads(Path(session.end_profiling()).read_text())
-    nodes = [(e['args']['op_name'], e['dur']) for e in events if e.get('cat') == 'Node' and e['name'].endswith('kernel_time')]
-    return sum(d for op, d in nodes if op in KERNELS)/max(1, sum(d for _, d in nodes))
+    times = Counter()
+    for e in events:
+        if e.get('cat') != 'Node' or not e['name'].endswith('kernel_time'): continue
+        times[e['args']['op_name']] += e['dur']
+    return sum(times[op] for op in KERNELS)/max(1, times.total())
 
+# %% ../../nbs/bench/2_cases.ipynb #0fa89065
 def deployed_files(folder, model:str, size:int, bits, **kwargs)->dict: # such as '8 bits' -> path
-    "The same network in full precision and quantized, exported; 4-bit weights packed"
-    def make(): torch.manual_seed(0); return build_model(model, **kwargs)
+    "Export the same network in full precision and quantized; 4-bit weights are packed"
+    def make():
+        torch.manual_seed(0)
+        return build_model(model, **kwargs)
     net = make()
     x = torch.randn(4, net.in_channels, size, size)
     files = {'float32': export_onnx(net.eval(), Path(folder)/'float32.onnx', x[:1])}
     for b in bits:
         net = quantize(make(), b, b, start='first')
-        net(x)                                 # the quantizers are initialised
+        net(x)                                 # initialises the quantizers
         files[f'{b} bits'] = export_onnx(net.eval(), Path(folder)/f'{b}.onnx', x[:1], packed=b <= 4)
     return files
 
-# %% ../../nbs/bench/2_cases.ipynb #2b96ad2d
-DEPLOY_TARGETS = {1: 1.8, 16: 2.2} # batch -> times faster than float32 that 8 bits should be, for the network and size below
+# %% ../../nbs/bench/2_cases.ipynb #49b789f8
+DEPLOY_TARGETS = {1: 1.8, 16: 2.2} # batch -> times faster than float32 with 8 bits, for the default network
 
+def time_files(files:dict, inputs:dict, rounds:int, on_round=None)->tuple: # table, {row: (file, batch)}
+    "Latency of ONNX files with each batch, in milliseconds"
+    sessions, runs = {k: onnx_session(f) for k, f in files.items()}, {b: max(1, 32//b) for b in inputs}
+    def run(k, b):
+        for _ in range(runs[b]): sessions[k].run(None, {'input': inputs[b].numpy()})
+    pairs = {f'{k}, batch {b}': (k, b) for b in inputs for k in files}
+    candidates = {name: lambda p=p: run(*p) for name, p in pairs.items()}
+    table = interleaved(candidates, rounds, device='cpu', on_round=on_round)
+    for column in ('median ms', 'min ms'): table[column] /= [runs[b] for _, b in pairs.values()]
+    return table, pairs
+
+# %% ../../nbs/bench/2_cases.ipynb #2b96ad2d
 def bench_deploy(
     rounds:int=9,
     batches=(1, 16),
@@ -639,28 +660,23 @@ def bench_deploy(
     bits=(8, 4),
     model:str='repvgg_a0',   # a key of `repq.models.MODELS`
     width:float=.5,
-    on_round=None,           # of `interleaved`
+    on_round=None,           # see `interleaved`
     **kwargs                 # of the model
 )->pd.DataFrame: # a row for each file and batch
-    "Latency and size of ONNX files, in float32 and in integers, taking turns"
+    "Latency and size of ONNX files, in float32 and in integers"
     with tempfile.TemporaryDirectory() as folder:
         files = deployed_files(folder, model, size, bits, width=width, **kwargs)
         channels = build_model(model, width=width, **kwargs).in_channels
-        sessions, runs = {k: onnx_session(f) for k, f in files.items()}, {b: max(1, 32//b) for b in batches}
         inputs = {b: torch.randn(b, channels, size, size) for b in batches}
-        def run(k, b):
-            for _ in range(runs[b]): sessions[k].run(None, {'input': inputs[b].numpy()})
-        pairs = {f'{k}, batch {b}': (k, b) for b in batches for k in files}
-        table = interleaved({name: lambda p=p: run(*p) for name, p in pairs.items()}, rounds, device='cpu', on_round=on_round)
-        each = [runs[b] for _, b in pairs.values()]
-        for column in ('median ms', 'min ms'): table[column] /= each
+        table, pairs = time_files(files, inputs, rounds, on_round)
         table['bytes'] = [files[k].stat().st_size for k, _ in pairs.values()]
         share = {name: kernel_share(files[k], inputs[b]) for name, (k, b) in pairs.items()}
-    for name, (k, b) in pairs.items():
+    for name, (_, b) in pairs.items():
         base = f'float32, batch {b}'
         faster = 1/relative(table, base).loc[name]
         table.loc[name, ['times faster', 'low', 'high']] = faster['median'], faster['high'], faster['low']
         table.loc[name, 'kernels alone'] = faster['median']/share[name]   # if all the rest were free
         table.loc[name, 'file'] = table.bytes[name]/table.bytes[base]
-    targets = {f'8 bits, batch {b}': (t, t) for b, t in DEPLOY_TARGETS.items()} if (model, width, size) == ('repvgg_a0', .5, 64) else {}
-    return judge(table, targets, table['times faster'], more=True)
+    targets = {f'8 bits, batch {b}': (t, t) for b, t in DEPLOY_TARGETS.items()}
+    is_default = (model, width, size) == ('repvgg_a0', .5, 64)
+    return judge(table, targets if is_default else {}, table['times faster'], more=True)

@@ -54,8 +54,8 @@ def best_table(
     base:str,    # address of its folder as seen from the page, ending in /
     most:int=10, # rows; if there are more, only those of the network with most of them
 )->str:
-    "Accuracy of every network and method of Table 2 that has a finished quantized run"
-    from repq.reproduce.evidence import spread
+    "Accuracy of the networks and methods of Table 2 with a quantized run, the paper's in brackets"
+    from repq.reproduce.evidence import paper_value, spread
     have = {a[1:]: results.measured(a) for a in results.cells if a[0] == '2'}
     have = {a: m for a, m in have.items() if m.values}
     rows = list(dict.fromkeys(row for row, bits in have if bits != '32'))
@@ -66,8 +66,9 @@ def best_table(
     def shown(m):
         if m is None: return ''
         link = next(results.link(f) for seed, f in m.found.items() if seed in m.values)
-        text = f'{sum(m.values.values())/len(m.values):.2f} ± {spread(m, results)}'
-        return f'[{text}]({base}{link})' if link else text
+        text, paper = f'{m.mean:.2f} ± {spread(m, results)}', paper_value(m.address)
+        text = f'[{text}]({base}{link})' if link else text
+        return text if paper is None else f'{text} ({paper:.2f})'
     bits = ['full precision' if b == '32' else f'{b} bits' for b in columns]
     lines = [f'| network | method | {" | ".join(bits)} |', '|:---|:---|' + '---:|'*len(columns)]
     for network, method in rows:

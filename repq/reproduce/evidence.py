@@ -55,7 +55,7 @@ PAPER = {
         OREPA-ResNet-18 | Merged     | -     69.58 69.96
         OREPA-ResNet-18 | RepQ       | 72.07 72.32 71.49''', ('32', '8', '4'))}
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #39f6b1a5
+# %% ../../nbs/reproduce/8_evidence.ipynb #4ec3f5f3
 PAPER |= {
     '3': read_printed('''
         32 |        | 36.90 32.62 31.43 29.66
@@ -90,7 +90,7 @@ PAPER |= {
         full-precision RepVGG-A0, norms that estimate | only on 1×1  | -
         full-precision RepVGG-A0, norms that estimate | all          | -''', ('value',))}
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #968aa6c3
+# %% ../../nbs/reproduce/8_evidence.ipynb #f2ba333f
 class Address(NamedTuple):
     "One place of one table"
     table:str  # '1', '2', '3', '4' or 'side'
@@ -124,7 +124,7 @@ def value_of(record:dict, table:str, column:str)->float: # percent, dB, or perce
     if not isfinite(value): raise ValueError(f'training diverged: {value}')
     return value
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #fded5c79
+# %% ../../nbs/reproduce/8_evidence.ipynb #55ae4a65
 USABLE = ('done',)      # states of runs whose numbers are used
 NOT_RUN = 'not run yet'
 
@@ -138,13 +138,14 @@ def why_no_number(found:Found)->str:
     if found.state == 'missing': return found.why or NOT_RUN
     return f'{found.state}: {found.why}' if found.why else found.state
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #b16d780b
+# %% ../../nbs/reproduce/8_evidence.ipynb #eb7e8a0f
 def trained_on(record:dict)->str:
     "What a run was trained on; all of it, if it went on elsewhere"
     chips = [s['processor'] for s in record.get('segments', ())] + [record['processor']]
     names = [', '.join(str(chip[k]) for k in ('name', 'instructions') if chip.get(k)) for chip in chips]
     return ' and '.join(dict.fromkeys(names))
 
+# %% ../../nbs/reproduce/8_evidence.ipynb #2c2da9d0
 def by_seed(
     notes # pairs of (text, seed or None)
 )->tuple: # of texts
@@ -154,7 +155,7 @@ def by_seed(
     def about(own): return f' (seed{"s"*(len(own) > 1)} {", ".join(own)})' if own else ''
     return tuple(text + about(own) for text, own in seeds.items())
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #3f593c5d
+# %% ../../nbs/reproduce/8_evidence.ipynb #aff6c3f2
 @dataclass(frozen=True)
 class Measured:
     "What we have at one address"
@@ -174,7 +175,7 @@ class Measured:
         "Where the numbers come from, and which seeds"
         return by_seed((trained_on(self.found[s].record), s) for s in sorted(self.values))
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #4bd7b018
+# %% ../../nbs/reproduce/8_evidence.ipynb #d414949c
 @patch
 def name(self:Measured)->str:
     "The address in words"
@@ -225,7 +226,7 @@ class Results:
         if address not in self._measured: self._measured[address] = measure(address, self)
         return self._measured[address]
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #72bffa42
+# %% ../../nbs/reproduce/8_evidence.ipynb #e4455f9c
 @patch
 def look(self:Results, run)->Found:
     "What the store has of a run"
@@ -245,7 +246,7 @@ def link(self:Results, found:Found)->str:
     if found.folder is None or not (Path(found.folder)/'notebook.ipynb').exists(): return ''
     return quote(os.path.relpath(Path(found.folder)/'notebook.ipynb', self.folder).replace(os.sep, '/'))
 
-# %% ../../nbs/reproduce/8_evidence.ipynb #c2bb41b1
+# %% ../../nbs/reproduce/8_evidence.ipynb #41da171e
 def measure(address:Address, results:Results)->Measured:
     "Read the records of one address"
     cell = results.cells.get(address)
@@ -275,6 +276,7 @@ def time_error(m:Measured)->float: # in % of the plain network's time; None: few
     r, n = k['relative'][m.address[2]], k['rounds']
     return 100*1.253*(r['high'] - r['low'])/1.349/sqrt(n) if n > 1 else None
 
+# %% ../../nbs/reproduce/8_evidence.ipynb #dabdfcca
 def image_error(a:dict, b:dict, column:str)->float: # in dB; None: fewer than two images
     "Standard error over images of the difference between two runs"
     a, b = a['per_image'][column], b['per_image'][column]
@@ -291,6 +293,7 @@ def standard_error(m:Measured, results:Results)->float: # None: cannot be told
     if seed not in fp.values or fp.address == m.address: return None
     return image_error(metrics, fp.found[seed].record['metrics'], column)
 
+# %% ../../nbs/reproduce/8_evidence.ipynb #4fd8c1fd
 def spread(m:Measured, results:Results)->str:
     "What stands behind ±, as text; empty if it cannot be told"
     error = stdev(m.values.values()) if len(m.values) > 1 else standard_error(m, results)

@@ -27,7 +27,7 @@ class Item:
     title:str=''     # more, for those who point at it (HTML)
     seeds:tuple=()   # names of the links; by default 0, 1, 2, ...
 
-# %% ../../nbs/reproduce/12_formats.ipynb #36decadf
+# %% ../../nbs/reproduce/12_formats.ipynb #5f7b2547
 def escape_markdown(s:str)->str:
     "A text that Markdown shows as it is"
     return re.sub(r'([\\`*_\[\]<>|~])', r'\\\1', ' '.join(s.split()))
@@ -41,7 +41,7 @@ def escape_latex(s:str)->str:
     "A text that LaTeX shows as it is"
     return ''.join(_latex.get(c, c) for c in ' '.join(s.split()))
 
-# %% ../../nbs/reproduce/12_formats.ipynb #199312e0
+# %% ../../nbs/reproduce/12_formats.ipynb #2d80a7dc
 @dataclass(frozen=True)
 class Dialect:
     "How a format writes an item"
@@ -65,7 +65,7 @@ class Dialect:
             text += self.seeds.format(' '.join(self.link.format(n, l) for n, l in zip(names, links)))
         return text + (self.note.format(letter) if letter else '')
 
-# %% ../../nbs/reproduce/12_formats.ipynb #fdc330b4
+# %% ../../nbs/reproduce/12_formats.ipynb #0b4ab8fc
 DIALECTS = dict(
     markdown=Dialect(escape_markdown, str, '**{}**', '<u>{}</u>', '{}', '[{}]({})', '<sup>{}</sup>',
                      ' <sup>{}</sup>'),
@@ -85,7 +85,7 @@ def letter(i:int)->str:
     "a, b, ..., z, aa, ab, ..."
     return (letter(i//26 - 1) if i >= 26 else '') + chr(ord('a') + i%26)
 
-# %% ../../nbs/reproduce/12_formats.ipynb #a4935939
+# %% ../../nbs/reproduce/12_formats.ipynb #be795099
 @dataclass
 class Table:
     "A table of the paper with ours beside: `markdown()`, `html()`, `latex()`, or print it"
@@ -116,7 +116,7 @@ class Table:
     def __str__(self): return to_text(self)
     def _repr_html_(self): return to_html(self, f'{self.folder}/' if self.folder else '')
 
-# %% ../../nbs/reproduce/12_formats.ipynb #722c7778
+# %% ../../nbs/reproduce/12_formats.ipynb #12d705b7
 @patch
 def grid(self:Table, dialect:Dialect, base='')->list: # of rows of texts
     "Rows as text: labels (empty where they repeat), then items"
@@ -142,6 +142,7 @@ def column_widths(t:Table, grid:list)->list:
             start += n
     return labels + own
 
+# %% ../../nbs/reproduce/12_formats.ipynb #6e028aa3
 def head_line(t:Table, widths:list, level:int)->str:
     "One line of the head above the last"
     labels, own = widths[:len(t.stubs)], widths[len(t.stubs):]
@@ -151,7 +152,7 @@ def head_line(t:Table, widths:list, level:int)->str:
         start += n
     return text.rstrip()
 
-# %% ../../nbs/reproduce/12_formats.ipynb #c6fd8269
+# %% ../../nbs/reproduce/12_formats.ipynb #3fb0ffa8
 def to_text(t:Table)->str:
     "A table for the terminal: aligned, best with *, second best with +"
     grid = t.grid(DIALECTS['text'])
@@ -166,7 +167,7 @@ def to_text(t:Table)->str:
     return '\n'.join([t.heading, rule, *head, rule, *map(line, grid), rule,
                       textwrap.fill(caption, max(len(rule), 80)), *notes])
 
-# %% ../../nbs/reproduce/12_formats.ipynb #44d51db8
+# %% ../../nbs/reproduce/12_formats.ipynb #535cbb41
 def to_markdown(t:Table, base='')->str:
     "A table for GitHub"
     d = DIALECTS['markdown']
@@ -189,6 +190,7 @@ def latex_head(t:Table)->list:
         head.append(latex_line(row))
     return head
 
+# %% ../../nbs/reproduce/12_formats.ipynb #05171ebd
 def latex_body(t:Table, base='')->list:
     "The rows, with a rule between groups"
     body, above = [], None
@@ -198,7 +200,7 @@ def latex_body(t:Table, base='')->list:
         above = labels[0]
     return body
 
-# %% ../../nbs/reproduce/12_formats.ipynb #23cd1c32
+# %% ../../nbs/reproduce/12_formats.ipynb #a8113e44
 def to_latex(t:Table, base='')->str:
     "A table for a paper"
     escape = DIALECTS['latex'].escape
@@ -226,7 +228,7 @@ def html_head(t:Table)->str:
         rows.append(f'<tr>{"".join(row)}</tr>')
     return '\n'.join(rows)
 
-# %% ../../nbs/reproduce/12_formats.ipynb #05ce9c5d
+# %% ../../nbs/reproduce/12_formats.ipynb #a56a7816
 def html_labels(t:Table, i:int)->list:
     "The labels of row `i`: one that repeats spans its rows and is written with the first"
     labels, cells = t.rows[i][0], []
@@ -238,6 +240,7 @@ def html_labels(t:Table, i:int)->list:
         cells.append(f'<th scope="{"row" if last else "rowgroup"}" rowspan="{n}">{html.escape(label)}</th>')
     return cells
 
+# %% ../../nbs/reproduce/12_formats.ipynb #93126d65
 def html_row_of(t:Table, i:int, base='')->str:
     "Row `i` of the body"
     labels, items = t.rows[i]
@@ -250,7 +253,7 @@ def html_row_of(t:Table, i:int, base='')->str:
     first = i == 0 or t.rows[i - 1][0][0] != labels[0]
     return f'<tr{" class=group" if first and len(labels) > 1 else ""}>{"".join(cells)}</tr>'
 
-# %% ../../nbs/reproduce/12_formats.ipynb #44cd7815
+# %% ../../nbs/reproduce/12_formats.ipynb #fb16e2b8
 def to_html(t:Table, base='')->str:
     "A table for a page"
     heading = html.escape(t.heading)

@@ -35,11 +35,13 @@ class Interval:
         "The interval at a level of confidence; at 90 % each end is a one-sided test at 5 %"
         half = self.error*t_quantile((1 + level)/2, self.df) if self.error else 0.
         return self.mid - half, self.mid + half
+
     def p_below(self, x)->float:
         "p-value of the true value being below `x`: how likely are such data if it is not"
         from scipy.special import stdtr
         if isinstance(self.error, (int, float)) and self.error == 0: return float(self.mid >= x)
         return stdtr(self.df, (self.mid - x)/self.error)
+
     def p_above(self, x)->float:
         "p-value of the true value being above `x`"
         return Interval(-self.mid, self.error, self.df).p_below(-x)

@@ -6,7 +6,7 @@ from urllib.parse import quote
 from ..tools.drawing import Chart, figure, key, nice_ticks
 from .html_page import facts_table, page, show_seconds
 from .records import METHOD, WEIGHTS, collapse, id_of, read_record
-from .runs import MODELS
+from .runs import CLASSIFIERS
 
 __all__ = ['run_page', 'run_title', 'spec_facts', 'metric_facts', 'curves', 'origin_facts']
 
@@ -22,7 +22,7 @@ METRIC = {'classification': ('accuracy', 'accuracy in %', 100), 'super-resolutio
 
 def network_name(spec:dict)->str:
     "The name that the paper has for a network, or model and block"
-    for name, (model, block, _) in MODELS.items():
+    for name, (model, block, _) in CLASSIFIERS.items():
         if (model, block) == (spec['model'], spec['block']): return name
     model = dict(repvgg_a0='RepVGG-A0', repvgg_b0='RepVGG-B0', resnet18='ResNet-18', ecbsr='ECBSR')
     name = model.get(spec['model'], spec['model'])

@@ -22,6 +22,7 @@ class Pair(NamedTuple):
     a:Address
     b:Address=None
 
+# %% ../../nbs/reproduce/10_statements.ipynb #4a15bf28
 @dataclass(frozen=True)
 class Compare:
     "Two arms, compared on one network or on several"
@@ -97,6 +98,7 @@ def beats_claims()->list:
                 found.append(Claim(f'{variant} beats {base} at {bits} bits', 'Section 5.2, Table 2', (part,)))
     return found
 
+# %% ../../nbs/reproduce/10_statements.ipynb #dcef069a
 def precision_claims()->list:
     "Full precision, and 8 bits beside it"
     found = []
@@ -154,6 +156,7 @@ def psnr_claims()->list:
     lossless = over_sets('RepQ', '', '8', '32', sense='≥')
     return [*beats, *worse, Claim('8-bit RepQ of ECBSR is lossless', 'Abstract, Section 6', (lossless,))]
 
+# %% ../../nbs/reproduce/10_statements.ipynb #896d61ec
 def all_experiments()->Claim:
     "Every comparison of RepQ with a baseline, one by one"
     single = [replace(part, pairs=(pair,)) for c in beats_claims() for part in c.parts for pair in part.pairs]
@@ -257,6 +260,7 @@ def paper_average(c:Compare)->float: # None: a number is missing
     values = [in_paper(c.of, p) for p in c.pairs]
     return None if None in values else sum(w*v for w, v in zip(weights, values))/sum(weights)
 
+# %% ../../nbs/reproduce/10_statements.ipynb #f9cbe437
 def judge_paper(q:Question, x:float)->str: # 'holds' | 'ties' | 'contradicts' | ''
     "Where a number of the paper lies"
     if x is None: return ''
@@ -274,6 +278,7 @@ def show_number(x:float, unit:str)->str:
     if unit in ('times', '%'): return f'{x:.{digits(unit)}f} {unit}'
     return f'{x:+.{digits(unit)}f} {unit}'.replace('-', '−')
 
+# %% ../../nbs/reproduce/10_statements.ipynb #586e42f8
 def paper_place(claim:Claim, c:Compare, p:Pair)->str:
     "Where a number of the paper belongs in its claim"
     if len(claim.parts) == 1 or c.of in ('bit_ops', 'same'): return p.name
@@ -304,6 +309,7 @@ def thresholds(c:Compare)->tuple: # holds if, does not hold if
     if sense == '≤': return f'below {high}', f'above {high}'
     return f'between {low} and {high}', f'outside {low} to {high}'
 
+# %% ../../nbs/reproduce/10_statements.ipynb #2b031a47
 def failure_row(claim:Claim)->str:
     "What would make one claim hold or fail"
     first, n = claim.parts[0], len(claim.parts)
@@ -319,6 +325,7 @@ def failure_row(claim:Claim)->str:
     arms = ' − '.join(filter(None, first.arms)) if n == 1 else f'{n} parts'
     return f'| {claim.text} | {arms} | {on} | {holds} | {fails} | {" to ".join(ends)} |'
 
+# %% ../../nbs/reproduce/10_statements.ipynb #e54e5e57
 def failure_table()->str: # Markdown
     "What would make each claim hold or fail, claim by claim"
     head = '| claim | compared | on | holds if the 90 % interval is | does not hold if it is | in the paper |'

@@ -17,7 +17,7 @@ from .evidence import (NOT_RUN, PAPER, USABLE, Address, Measured, Results, digit
                                      paper_value, spread, trained_on)
 from .formats import Item, Table
 from .recipes import RECIPES
-from .runs import MODELS
+from .runs import CLASSIFIERS
 
 # %% ../../nbs/reproduce/13_tables.ipynb #8eca0ea4
 RANKED = {'2': ('best', 'second'), '3': ('best',)} # what is marked among the rows that share the first label
@@ -44,6 +44,7 @@ def missing_word(m:Measured)->str:
     if word == 'other method': return next(f.why for f in m.found.values() if f.state == word)
     return 'not run' if word == 'missing' else word
 
+# %% ../../nbs/reproduce/13_tables.ipynb #70f7229a
 def missing_item(m:Measured, results:Results)->Item:
     "An address without a number, as an item"
     shown = [f for f in m.found.values() if f.state in ('failed', 'collapsed', 'other method')]
@@ -53,7 +54,7 @@ def missing_item(m:Measured, results:Results)->Item:
     quiet = expected and all(f.why in ('', NOT_RUN) for f in m.found.values())
     return Item(missing_word(m), 'quiet', links[:1], '' if quiet else why, why)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #49b24dc5
+# %% ../../nbs/reproduce/13_tables.ipynb #7d4f3d00
 def our_item(m:Measured, results:Results, style='')->Item:
     "What we have at an address, as an item"
     if not m.values: return missing_item(m, results)
@@ -66,6 +67,7 @@ def our_item(m:Measured, results:Results, style='')->Item:
     text += f' ± {error}' if error else ''
     return Item(text, style, tuple(links.values()), '; '.join(notes), details(m), tuple(links))
 
+# %% ../../nbs/reproduce/13_tables.ipynb #8aafaa4c
 def details(m:Measured)->str:
     "What the record says beside the number"
     k, column = m.record['metrics'], m.address[2]
@@ -88,6 +90,7 @@ MEASURES = {'2': 'Test accuracy in %, of the best epoch', 'side': 'Test accuracy
             '3': 'PSNR in dB, of the last epoch',
             '4': 'Time of a training step in % of the plain network’s'}
 
+# %% ../../nbs/reproduce/13_tables.ipynb #1dc598e6
 def classifier_words(m:Measured)->list:
     "Data and choice of the epoch, in sentences"
     k, data = m.record['metrics'], m.cell.runs[0].settings['data']
@@ -105,7 +108,7 @@ def sets_words(metrics:dict)->str:
     return ('Ours: no benchmark sets in this profile, each column is a photograph that stands in: '
             f'{photographs}.')
 
-# %% ../../nbs/reproduce/13_tables.ipynb #cbada3b8
+# %% ../../nbs/reproduce/13_tables.ipynb #422f0b1b
 def time_words(metrics:dict)->str:
     "How the times of Table 4 were taken"
     shape = '×'.join(map(str, metrics['shape']))
@@ -113,6 +116,7 @@ def time_words(metrics:dict)->str:
             f'{shape}. FP Re-parametrized runs every branch of ACNets, and one merged convolution of OREPA, '
             'as their authors do.')
 
+# %% ../../nbs/reproduce/13_tables.ipynb #10899a49
 def spread_words(number:str, measured:list)->list:
     "What stands behind the ±, in sentences"
     counts, text = {len(m.values) for m in measured if m.values}, []
@@ -126,7 +130,7 @@ def spread_words(number:str, measured:list)->list:
         text.append(f'One seed: ± is {one}')
     return text
 
-# %% ../../nbs/reproduce/13_tables.ipynb #752e214f
+# %% ../../nbs/reproduce/13_tables.ipynb #02e8ca00
 def not_begun(m:Measured)->bool:
     "Whether an address beyond the paper has no run yet"
     return m.cell.beyond and all(f.state == 'missing' and f.why == NOT_RUN for f in m.found.values())
@@ -139,10 +143,13 @@ def beyond_words(measured:list)->list:
         name = m.address.column if m.address.table == '4' else m.address.row[1]
         (waiting if not_begun(m) else begun).setdefault(name, {})[m.address.row[0]] = 1
     text = ['† ours, beyond the paper.'] if begun else []
-    names = [f'{name} ({", ".join(where)})' if name in begun else name for name, where in waiting.items()]
+    names = []
+    for name, where in waiting.items():
+        rest = [w for w in where if w not in begun.get(name, ())]
+        if rest: names.append(f'{name} ({", ".join(rest)})' if name in begun else name)
     return text + [f'Beyond the paper and not run yet: {", ".join(names)}.']*bool(names)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #cb915b9f
+# %% ../../nbs/reproduce/13_tables.ipynb #f02390ad
 def processor_words(measured:list)->list:
     "A sentence if the numbers of a table come from several processors"
     found = {}
@@ -154,6 +161,7 @@ def processor_words(measured:list)->list:
     return [f'Runs of {len(found)} processors: {where}. Rows of different processors are not a fair '
             'comparison, and no verdict compares them.']
 
+# %% ../../nbs/reproduce/13_tables.ipynb #282732bb
 def caption(number:str, measured:list)->str:
     "What a table of results shows"
     m = next((m for m in measured if m.values), None)
@@ -183,7 +191,7 @@ def layout_of(number:str, places:dict)->Layout: # places: Address -> Measured
     ours_only = {c for c in columns if new(lambda a: a.column == c)} if number == '4' else set()
     return Layout(rows, columns, beyond, ours_only)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #2eff1d03
+# %% ../../nbs/reproduce/13_tables.ipynb #513d318c
 def styles_of(number:str, places:dict, layout:Layout)->dict: # ('ours' | 'paper', Address) -> style
     "Best and second best of each group and column"
     styles = {}
@@ -196,7 +204,7 @@ def styles_of(number:str, places:dict, layout:Layout)->dict: # ('ours' | 'paper'
             styles |= {('ours', a): s for a, s in ours.items()} | {('paper', a): s for a, s in paper.items()}
     return styles
 
-# %% ../../nbs/reproduce/13_tables.ipynb #152d98c1
+# %% ../../nbs/reproduce/13_tables.ipynb #ff49b2e2
 STUBS = {'2': ('Model', 'Method'), '3': ('Precision', 'Method'), '4': ('Block',),
          'side': ('Experiment', 'Value')}
 
@@ -216,7 +224,7 @@ def row_label(row:tuple, cell, layout:Layout)->tuple:
     if cell is not None and cell.row[-1] != label: label = f'{label}: {cell.row[-1]}'
     return (*row[:-1], label + (' †' if row in layout.beyond else ''))
 
-# %% ../../nbs/reproduce/13_tables.ipynb #51c478b3
+# %% ../../nbs/reproduce/13_tables.ipynb #1b785a1a
 def results_table(number:str, results:Results)->Table:
     "Table 2, 3, 4 or the side experiments"
     places = {a: results.measured(a) for a in results.cells if a.table == number}
@@ -247,7 +255,7 @@ def stage_counts(results:Results, strategy:str)->dict: # column -> (runs that ha
         counts[f'{stage} Re-parametrized'] = sum(n > 0 for n in layers), len(layers)
     return counts
 
-# %% ../../nbs/reproduce/13_tables.ipynb #b4c10c24
+# %% ../../nbs/reproduce/13_tables.ipynb #1ef26621
 def strategies_table(results:Results)->Table:
     "Table 1, from the layers that the runs had"
     columns, rows = list(PAPER['1']['Plain',]), []
@@ -271,7 +279,7 @@ LOSSES = dict(classify='cross entropy', super_resolution='mae') # of the experim
 def runs_of(results:Results, recipe:str)->list:
     "The runs of a column of Table S1: those of Tables 2 and 3, without side experiments"
     def belongs(a):
-        if a.table == '2': return MODELS[a.row[0]][2] == recipe
+        if a.table == '2': return CLASSIFIERS[a.row[0]].recipe == recipe
         return a.table == '3' and recipe == 'ecbsr'
     return [run for a, cell in results.cells.items() if belongs(a) for run in cell.runs]
 
@@ -282,13 +290,14 @@ def values_of(runs:list, name:str)->str:
     shown = dict.fromkeys(f'{v:g}' if isinstance(v, (int, float)) else str(v) for v in values)
     return ' or '.join(shown) or '–'
 
-# %% ../../nbs/reproduce/13_tables.ipynb #01b8efe2
+# %% ../../nbs/reproduce/13_tables.ipynb #ed089bf3
 def recipe_kind(run)->str: # 'fp' | 'merged8' | 'quantized' | 'ptq'
     "Which rows of Table S1 a run belongs to"
     if run.strategy == 'ptq': return 'ptq'
     if run.bits == 32: return 'fp'
     return 'merged8' if (run.strategy, run.bits) == ('merged', 8) else 'quantized'
 
+# %% ../../nbs/reproduce/13_tables.ipynb #739f3682
 class RecipeRow(NamedTuple):
     "A row of Table S1"
     label:str
@@ -300,7 +309,7 @@ class RecipeRow(NamedTuple):
     def wants(self, run)->bool:
         return recipe_kind(run) in self.kinds and self.bits in (None, run.bits)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #b60da3f2
+# %% ../../nbs/reproduce/13_tables.ipynb #20c15996
 TRAINED = 'fp', 'merged8', 'quantized'
 
 def recipe_rows(recipe:dict)->list: # of RecipeRow
@@ -320,7 +329,7 @@ def recipe_rows(recipe:dict)->list: # of RecipeRow
             row('Quantized learning rate', 'lr_quantized', ('quantized',), 'lr'),
             row('Merged 8-bit learning rate', 'lr_merged8', ('merged8',), 'lr'), *steps]
 
-# %% ../../nbs/reproduce/13_tables.ipynb #093d3ff2
+# %% ../../nbs/reproduce/13_tables.ipynb #4eb274b6
 def recipe_table(results:Results)->Table:
     "Table S1: the paper's hyper-parameters beside those of the profile's runs"
     columns = [(runs_of(results, key), recipe_rows(RECIPES[key])) for key in RECIPE_OF.values()]
@@ -344,6 +353,7 @@ def make_table(number:str, results:Results)->Table:
     if number == '1': return strategies_table(results)
     return recipe_table(results) if number == 'S1' else results_table(number, results)
 
+# %% ../../nbs/reproduce/13_tables.ipynb #899b86c9
 def table(
     number,           # 1, 2, 3, 4, 'S1' or 'side'
     profile='smoke',  # 'smoke' | 'cpu' | 'gpu' | 'paper'
@@ -357,7 +367,7 @@ def table(
         raise ValueError(f'the {profile} profile has no side experiments: choose cpu, gpu or paper')
     return make_table(name, results)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #b0e42354
+# %% ../../nbs/reproduce/13_tables.ipynb #a7525b3e
 def all_tables(profile='smoke', root='results', seeds:int=None, results:Results=None)->list: # of Table
     "All tables that a profile has, in the paper's order"
     results = results or Results(profile, root, seeds)
@@ -376,7 +386,7 @@ def report_tables(results:Results)->list: # of Table
         return not_run, order.index(t.number)
     return sorted(all_tables(results=results), key=rank)
 
-# %% ../../nbs/reproduce/13_tables.ipynb #6fa37426
+# %% ../../nbs/reproduce/13_tables.ipynb #2acc190f
 def __getattr__(name):
     homes = 'report', 'figures', 'html_page', 'verdicts', 'statements'
     return find_moved(__name__, name, [f'repq.reproduce.{home}' for home in homes])

@@ -56,7 +56,7 @@ class Paired:
     failed:tuple=(0, 0)   # how many trainings went wrong in a, in b
     processors:frozenset=frozenset() # of the pairs
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #f31f234f
+# %% ../../nbs/reproduce/11_verdicts.ipynb #c251d442
 def run_ids(*measured)->frozenset:
     "The runs behind some places, and their parents"
     runs = [r for m in measured if m.cell for r in m.cell.runs]
@@ -70,6 +70,7 @@ class PairedSeeds(NamedTuple):
     failed:tuple     # trainings that went wrong, in a and in b
     notes:list       # of (text, seed)
 
+# %% ../../nbs/reproduce/11_verdicts.ipynb #141c1ecf
 def pair_seeds(name:str, a:Measured, b:Measured)->PairedSeeds:
     "The seeds that both arms have from one processor, and notes on the others"
     differences, processors, failed, notes = {}, set(), [0, 0], []
@@ -86,7 +87,7 @@ def pair_seeds(name:str, a:Measured, b:Measured)->PairedSeeds:
         processors.add(one)
     return PairedSeeds(differences, processors, tuple(failed), notes)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #cfb68f19
+# %% ../../nbs/reproduce/11_verdicts.ipynb #18316342
 def pair_up(pair:Pair, results:Results)->Paired:
     "The paired differences of two addresses"
     a, b = both = results.measured(pair.a), results.measured(pair.b)
@@ -112,7 +113,7 @@ def common_seeds(paired:list)->list:
     "The seeds that all pairs have"
     return sorted(set.intersection(*(set(p.differences) for p in paired)))
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #03320cc3
+# %% ../../nbs/reproduce/11_verdicts.ipynb #e6808b09
 def group_of(cluster:list)->Group: # None: fewer than two common seeds
     "The mean over a cluster, seed by seed, as a group"
     seeds = common_seeds(cluster)
@@ -129,6 +130,7 @@ class Pooled(NamedTuple):
     groups:list
     used:list         # of Paired
 
+# %% ../../nbs/reproduce/11_verdicts.ipynb #8626fe52
 def pool_pairs(paired:list)->Pooled:
     "The pooled difference of a comparison"
     groups, used = [], []
@@ -139,7 +141,7 @@ def pool_pairs(paired:list)->Pooled:
         used += c
     return Pooled(pool(groups, over_what(paired, groups, used)) if groups else None, groups, used)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #ca6aa91e
+# %% ../../nbs/reproduce/11_verdicts.ipynb #c93fea71
 def over_what(paired:list, groups:list, used:list)->str:
     "Over how many networks, variants or images, and over how many seeds"
     n = sorted({g.seeds for g in groups})
@@ -196,6 +198,7 @@ def spared(verdict:str, failed:tuple)->str:
     flatters = {HOLDS: a, FAILS: b, EQUAL: a or b}.get(verdict)
     return OPEN if flatters else verdict
 
+# %% ../../nbs/reproduce/11_verdicts.ipynb #7e6cde24
 def judge_singles(c:Compare, paired:list)->tuple: # of Single
     "The networks one by one"
     intervals = [pool_pairs([p]).interval for p in paired]
@@ -226,7 +229,7 @@ def judge_pairs(c:Compare, results:Results)->Answer:
     return Answer(c, pooled.interval, p, verdict, paper_average(c), singles, tuple(notes), needed,
                   scatter_of(c, pooled.used, results))
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #dff216a8
+# %% ../../nbs/reproduce/11_verdicts.ipynb #61dc601b
 def pool_notes(paired:list, used:list)->list:
     "Networks that are not in the pooled test, and pairs from several processors"
     left = [p.pair.name for p in paired if p not in used]
@@ -253,7 +256,7 @@ def scatter_of(c:Compare, used:list, results:Results)->Components: # None: not P
     rows = [[d for p in used for d in image_differences(p, s, results)] for s in common_seeds(used)]
     return decompose(rows) if len({len(r) for r in rows}) == 1 else None
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #17fe0dd9
+# %% ../../nbs/reproduce/11_verdicts.ipynb #38338e0b
 def judge_compare(c:Compare, results:Results)->Answer:
     "The verdict on a comparison"
     if c.unit in MARGINS: return judge_pairs(c, results)
@@ -283,7 +286,7 @@ def in_words(a:Answer)->str:
     words = f'{one} is {amount} {c.unit} {"better" if up else "worse"} than {other}{on}, over {i.how}'
     return f'{c.setting} {words}' if c.setting else words
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #ede33dfb
+# %% ../../nbs/reproduce/11_verdicts.ipynb #b0b98001
 def paper_words(a:Answer)->str:
     "The paper's number in the direction of our sentence, or said to be in the other"
     if a.compare.unit not in MARGINS: return f'{a.paper:.0f} %'
@@ -317,7 +320,7 @@ def premises(results:Results)->dict: # (network, variant) -> Answer
     found['ECBSR', 'RepQ'] = Compare(('ECB', 'Plain'), pairs, 'In full precision')
     return {k: judge_compare(c, results) for k, c in found.items()}
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #4eee0a46
+# %% ../../nbs/reproduce/11_verdicts.ipynb #27f077f0
 def rests_on(c:Compare)->list: # of (network, variant)
     "The premises of a comparison"
     if c.unit not in MARGINS: return []
@@ -390,7 +393,7 @@ def judge_parts(answers:list)->tuple: # verdict, the part that decides
     equal = [a for a in answers if a.verdict == EQUAL]
     return (EQUAL, equal[0]) if equal else (HOLDS, max(answers, key=lambda a: float(a.p.holds)))
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #780e6a5c
+# %% ../../nbs/reproduce/11_verdicts.ipynb #676940ba
 def count_parts(answers:list)->str:
     "How many parts have each verdict"
     words = {HOLDS: 'hold', EQUAL: 'are equal within the margin', FAILS: 'do not', OPEN: 'cannot be told'}
@@ -409,7 +412,7 @@ def judge_claim(claim:Claim, results:Results, known:dict=None)->Verdict: # known
     return Verdict(claim.text, claim.where, verdict, why, tuple(notes), tuple(answers),
                    *judge_paper_claim(claim), premise)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #d6d1023e
+# %% ../../nbs/reproduce/11_verdicts.ipynb #7e5649f8
 def claim_notes(answers:list)->list:
     "Single networks that say otherwise, the scatter of PSNR, and what was not used"
     against, notes = [], []
@@ -424,14 +427,14 @@ def claim_notes(answers:list)->list:
     if against: notes.insert(0, 'single results show the opposite: ' + ', '.join(against))
     return notes + list(dict.fromkeys(n for a in answers for n in a.notes))
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #51626acf
+# %% ../../nbs/reproduce/11_verdicts.ipynb #2ac4c4ef
 def claims(profile='smoke', root='results', seeds:int=None, results:Results=None)->list: # of Verdict
     "Every claim of the paper with its verdict and its evidence"
     results = results or Results(profile, root, seeds)
     known = premises(results)
     return [judge_claim(c, results, known) for c in list_claims()]
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #1e83b3e5
+# %% ../../nbs/reproduce/11_verdicts.ipynb #199b95eb
 VERDICT_WORDS = {HOLDS: 'hold', FAILS: 'do not hold', EQUAL: 'are equal within the margin',
                  OPEN: 'cannot be told'}
 CHOSEN = ('The setting of the cpu profile was chosen on full-precision runs alone, for accuracy and for the '
@@ -442,7 +445,7 @@ def count_verdicts(verdicts:list)->str:
     counts = {w: sum(v.verdict == w for v in verdicts) for w in VERDICT_WORDS}
     return ', '.join(f'{n} {VERDICT_WORDS[w]}' for w, n in counts.items() if n)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #d69a3226
+# %% ../../nbs/reproduce/11_verdicts.ipynb #44009e69
 def one_seed(answer:Answer, results:Results)->float: # None: there is no pair, or there are several
     "The difference of a comparison on one network for which there is one seed"
     if len(answer.compare.pairs) > 1: return None
@@ -464,7 +467,7 @@ def premise_summary(known:dict, results:Results)->str: # known: of `premises`
     parts = [f'{words[w]} {", ".join(found[w])}' for w in words if found[w]]
     return f'This premise {"; ".join(parts)}.'
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #ab1fc590
+# %% ../../nbs/reproduce/11_verdicts.ipynb #3c17bfbe
 def measured_summary(results:Results)->str:
     "How many runs there are, and how good full precision is, in a sentence"
     done = sum(results.look(r).state in USABLE for r in results.runs)
@@ -483,7 +486,7 @@ def measured_summary(results:Results)->str:
         text += f'; on {data} {what} {low}{f" to {high}" if high != low else ""} {unit}'
     return f'{text}.'
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #2b45c437
+# %% ../../nbs/reproduce/11_verdicts.ipynb #aedd1bee
 def against(v:Verdict)->str:
     "A claim that does not hold, with our number and the paper's"
     a = v.weakest
@@ -491,6 +494,7 @@ def against(v:Verdict)->str:
     outside = f'; {OUTSIDE}' if v.outside else ''
     return f'“{v.claim}” (ours {show_number(a.ours.mid, a.compare.unit)}, the paper {paper}{outside})'
 
+# %% ../../nbs/reproduce/11_verdicts.ipynb #2e4432f7
 def disagreements(verdicts:list, most:int=6)->list: # of sentences
     "Where our results disagree with the paper; the first few, if there are many"
     fails = [v for v in verdicts if v.verdict == FAILS]
@@ -508,7 +512,7 @@ def disagreements(verdicts:list, most:int=6)->list: # of sentences
         found.append(f'Counted on the paper’s own networks, {names} {do} not hold.')
     return found
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #2e8127fb
+# %% ../../nbs/reproduce/11_verdicts.ipynb #bfe2fe7d
 def results_summary(results:Results, verdicts:list=None)->list: # of sentences
     "What was measured and what it means"
     verdicts = claims(results=results) if verdicts is None else verdicts
@@ -531,7 +535,7 @@ def run_spread(results:Results)->dict: # network -> standard deviation over seed
     found['dB'] = [variance(means)/sum(IMAGES.values())**2] if len(means) > 1 else []
     return {k: fmean(v)**.5 for k, v in found.items() if v}
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #0899129f
+# %% ../../nbs/reproduce/11_verdicts.ipynb #d0d45499
 def claim_power(
     claim:Claim,
     spread:dict,          # of `run_spread`, or {'points': .3, 'dB': .02}
@@ -548,7 +552,7 @@ def claim_power(
         chances.append(power(c.question, size, sd, seeds, [sum(p.weight for p in g) for g in groups]))
     return min(chances)
 
-# %% ../../nbs/reproduce/11_verdicts.ipynb #2bba7ef4
+# %% ../../nbs/reproduce/11_verdicts.ipynb #9aec80db
 def power_table(spread:dict, seeds=(3, 5, 10))->str: # Markdown
     "The power of each claim's primary test at the paper's difference"
     head = f'| claim | in the paper | {" | ".join(f"{n} seeds" for n in seeds)} |'

@@ -1,4 +1,4 @@
-"Writing files whole, asserting that two things are the same, things by name, drawing, tables, the machine"
+"Writing files, comparing tensors, registries, drawing, text tables, the machine"
 from repq._lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(

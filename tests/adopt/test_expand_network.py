@@ -6,7 +6,7 @@ from torch import nn
 import torch.nn.functional as F
 import repq
 from repq.adopt.expand_network import count_multiplications, expand_layer, innermost, main_part, new_norms
-from repq.algebra.branch import Conv, Identity, Scale, Seq, Sum
+from repq.algebra.branch import Conv, Identity, Norm, Scale, Seq, Sum
 from repq.models.blocks import BLOCKS, make_block
 from repq.quantization.layer import RepConv2d
 from repq.tools.testing import assert_differs, assert_same, gradients, randomize_bn
@@ -384,6 +384,61 @@ def test_multiplications_are_those_of_the_formula():
     weights = copy.deepcopy(layer.state_dict())
     count(layer)
     for name, t in layer.state_dict().items(): assert torch.equal(t, weights[name]), name
+
+
+class Switch(nn.Module):
+    "Control flow that depends on data"
+    def __init__(self):
+        super().__init__()
+        self.near, self.far = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4)), conv(3, 4)
+
+    def forward(self, x): return self.near(x) if x.mean() > 0 else self.far(x)
+
+
+def test_control_flow_and_averaged_statistics():
+    "What has no graph is expanded piece by piece, but its multiplications cannot be counted"
+    net, x = randomize_bn(Switch()).eval(), torch.randn(2, 3, 8, 8)
+    new = repq.expand(net, 'acnet')
+    assert list(new.expansion.expanded) == ['near.0'] and 'no batch norm' in new.expansion.left['far']
+    for sign in (x.abs(), -x.abs()): assert_same(new(sign), net(sign), 1e-5)
+    with pytest.raises(ValueError, match='leave out input_size'):
+        repq.expand(net, 'acnet', input_size=(3, 8, 8))
+    averaged = small()
+    for m in averaged.modules():
+        if isinstance(m, nn.BatchNorm2d): m.momentum = None
+    new = repq.expand(averaged, 'acnet', input_size=(3, 8, 8))
+    assert new.expansion.step.plain > 0 and all(n.bn.momentum is None for n in new[0].norms())
+
+
+def test_a_layer_that_does_not_fit_stays_as_it_is():
+    "Its bias and running statistics too"
+    def only_without_stride(i, o, k, stride, groups):
+        if stride == (1, 1): return repq.blocks.acnet(i, o, k, stride, groups)
+        return RepConv2d(Sum(Norm(Seq(Conv(i, o, 1), Conv(o, o, k))), Norm(Conv(i, o, 1))), stride)
+    net, x = tame(small()).eval(), torch.randn(2, 3, 8, 8)
+    new = repq.expand(net, only_without_stride)
+    assert list(new.expansion.expanded) == ['0', '3'] and 'single convolution' in new.expansion.left['6']
+    assert new[6].branch.bias is not None and torch.equal(new[6].after.running_mean, net[7].running_mean)
+    assert_same(new(x), net(x), 1e-5)
+
+
+@pytest.mark.parametrize('block', ['acnet', 'orepa', 'diracnet'])
+def test_frozen_weights_stay_frozen(block):
+    net = small().requires_grad_(False)
+    new = repq.expand(net, block)
+    for name in new.expansion.expanded:
+        layer = new.get_submodule(name)
+        frozen = [n for n, p in layer.named_parameters() if not p.requires_grad]
+        assert len(frozen) == 3 and any(p.requires_grad for p in layer.parameters())   # weight, gamma, beta
+
+
+def test_norm_inside_the_weight_alone():
+    "A sum of one branch: the norm moves into the weight, nothing is added"
+    def folded(i, o, k, stride, groups): return RepConv2d(Sum(Norm(Conv(i, o, k, groups))), stride)
+    net, x = tame(small()).eval(), torch.randn(2, 3, 8, 8)
+    new = repq.expand(net, folded)
+    assert len(new.expansion.expanded) == 3 and new[0].after is None
+    assert_same(new(x), net(x), 1e-5)
 
 
 def test_type_and_state_are_kept(tmp_path):

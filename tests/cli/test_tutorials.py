@@ -1,6 +1,7 @@
 "README and tutorials as a newcomer uses them: every block executed, every command there"
 import json, os, re, subprocess, sys
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 import pytest, yaml
 from repq.cli import page_checks as checks, pages, readme, site
@@ -70,10 +71,9 @@ class FakeResults:
     def __init__(self, values): self.cells, self.values = {('2', *a): None for a in values}, values
     def link(self, found): return found
     def measured(self, address):
-        class Measured:
-            values = {0: v} if (v := self.values[address[1:]]) else {}
-            found = {0: f'{address[1][1]}-{address[2]}/notebook.ipynb'}
-        return Measured
+        mean = self.values[address[1:]]
+        found = {0: f'{address[1][1]}-{address[2]}/notebook.ipynb'}
+        return SimpleNamespace(address=address, mean=mean, values={0: mean} if mean else {}, found=found)
 
 
 def test_best_table_shows_what_is_finished(monkeypatch):
@@ -82,6 +82,8 @@ def test_best_table_shows_what_is_finished(monkeypatch):
     table = readme.best_table(FakeResults({(net, '32'): 80., (net, '4'): 77., (other, '4'): None}), 'r/')
     assert table.splitlines()[0] == '| network | method | full precision | 4 bits |'
     assert '| Net | RepQ-BN | [80.00 ± 0.40](r/RepQ-BN-32/notebook.ipynb) |' in table
+    paper = readme.best_table(FakeResults({(('RepVGG-A0', 'RepQ-BN'), '4'): 77.}), '')
+    assert '77.00 ± 0.40](RepQ-BN-4/notebook.ipynb) (70.31) |' in paper, 'the paper beside ours'
     assert 'Merged' not in table
     many = {((f'N{n}', f'm{i}'), '8'): 70. for n, count in ((1, 7), (2, 5)) for i in range(count)}
     rows = readme.best_table(FakeResults(many), '').splitlines()[2:]

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import repq
 from repq import blocks
 from repq.fast import native, small_maps
-from repq.algebra.branch import Conv, Fixed, Norm, Seq, Sum
+from repq.algebra.branch import Conv, Fixed, Identity, Norm, Scale, Seq, Sum
 from repq.algebra.kernel import Kernel
 from repq.quantization.layer import RepConv2d
 from repq.algebra.statistics import STATISTICS, Calibrated, Exact, Sampled
@@ -33,8 +33,10 @@ def step(layer, x, path):
     with use_path(path):
         y = layer(x)
         y.pow(3).mean().backward()
-    assert paths_taken() == {'fused': 0, 'compiled': 0, 'simple': 0} | {path: 1}, 'not in silence by another way'
-    return y.detach(), {'x': x.grad} | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}, dict(layer.named_buffers())
+    taken = {'fused': 0, 'compiled': 0, 'simple': 0} | {path: 1}
+    assert paths_taken() == taken, 'another path was taken silently'
+    grads = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+    return y.detach(), {'x': x.grad} | grads, dict(layer.named_buffers())
 
 
 def assert_same_step(ours, expected):
@@ -52,7 +54,9 @@ def assert_same_step(ours, expected):
 def test_native(name, statistics):
     "The C loop: strides, groups, other channels, both layouts of weights and of the input, later steps too"
     assert native.library(torch.float64) is not None, 'the tests need a C compiler'
-    for i, o, stride, groups in [(6, 6, 1, 1), (4, 8, 2, 1), (6, 6, 1, 3), (6, 6, 2, 6), (16, 6, 1, 1), (16, 16, 1, 2)]:   # 16 and 8 channels fill lines of the cache
+    shapes = [(6, 6, 1, 1), (4, 8, 2, 1), (6, 6, 1, 3), (6, 6, 2, 6),
+              (16, 6, 1, 1), (16, 16, 1, 2)]   # 16 and 8 channels fill lines of the cache
+    for i, o, stride, groups in shapes:
         layer = block(name, i, o, stride, groups, statistics)
         assert native_norms(layer.branch)
         for weights in (torch.contiguous_format, torch.channels_last):
@@ -60,15 +64,18 @@ def test_native(name, statistics):
                 x = torch.randn(3, i, 9, 7, dtype=torch.float64).to(memory_format=layout)
                 laid = copy.deepcopy(layer).to(memory_format=weights)
                 for m in laid.modules():
-                    if hasattr(m, 'calibration'): m.calibration.step = 5 if layout is torch.channels_last else 4   # not due, due
+                    # not due, due
+                    if hasattr(m, 'calibration'):
+                        m.calibration.step = 5 if layout is torch.channels_last else 4
                 assert_same_step(step(laid, x, 'fused'), step(laid, x, 'simple'))
 
 
 @pytest.mark.parametrize('statistics', STATISTICS)
 @pytest.mark.parametrize('name', NATIVE)
 def test_native_on_small_maps(name, statistics):
-    "A few pixels, many channels, channels last: exact statistics come from matrix products, and go to the loop"
-    for i, o, stride, size in [(64, 64, 1, (2, 2)), (64, 64, 1, (4, 3)), (128, 70, 2, (7, 5)), (64, 64, 1, (1, 4))]:
+    "Few pixels, many channels, channels last: exact statistics from matrix products go to the loop"
+    shapes = [(64, 64, 1, (2, 2)), (64, 64, 1, (4, 3)), (128, 70, 2, (7, 5)), (64, 64, 1, (1, 4))]
+    for i, o, stride, size in shapes:
         layer = block(name, i, o, stride, 1, statistics).to(memory_format=torch.channels_last)
         x = torch.randn(3, i, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
         assert_same_step(step(layer, x, 'fused'), step(layer, x, 'simple'))
@@ -88,9 +95,11 @@ def test_statistics_in_bfloat16(batch, size, statistics):
     for path in ('simple', 'fused'):
         y, grads, half = step(layer, x, path)
         found[path] = {n: b for n, b in half.items() if 'running' in n}
-        assert all(0 < rel_error(b, exact[n]) < 5e-3 for n, b in found[path].items()) and len(found[path]) == 6
+        assert all(0 < rel_error(b, exact[n]) < 5e-3 for n, b in found[path].items())
+        assert len(found[path]) == 6
         assert y.isfinite().all() and all(g.isfinite().all() for g in grads.values())
-    for n, b in found['fused'].items(): assert_same(b, found['simple'][n], 1e-6) # moments in another order of sums
+    # moments in another order of sums
+    for n, b in found['fused'].items(): assert_same(b, found['simple'][n], 1e-6)
 
 
 def test_a_loaded_bias_is_used():
@@ -103,7 +112,7 @@ def test_a_loaded_bias_is_used():
 
 
 def test_small_maps_twice_back():
-    "A second backward pass over the same graph finds what the first one found: nothing of the graph was changed in place"
+    "A second backward pass over the same graph gives the same: nothing in it was changed in place"
     layer = block('acnet', 64, 64, statistics='batch').to(memory_format=torch.channels_last)
     x = torch.randn(3, 64, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
     before = [p.detach().clone() for p in layer.parameters()]
@@ -119,7 +128,8 @@ def test_processors_of_less(options, monkeypatch, tmp_path):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     monkeypatch.setattr(native, '_libraries', {})
     x = torch.randn(5, 64, 3, 2, dtype=torch.float64).to(memory_format=torch.channels_last)
-    ways = [block('acnet', 64, 50, statistics=s).to(memory_format=torch.channels_last) for s in ('estimate', 'batch')]
+    ways = [block('acnet', 64, 50, statistics=s).to(memory_format=torch.channels_last)
+            for s in ('estimate', 'batch')]
     expected = [step(layer, x, 'simple') for layer in ways]
     monkeypatch.setenv('CC', f'cc {options}')
     for layer, e in zip(ways, expected): assert_same_step(step(layer, x, 'fused'), e)
@@ -139,7 +149,8 @@ def test_compiled(name):
 @pytest.mark.parametrize('groups, stride', [(1, 1), (2, 2)])
 def test_compiled_channels_last(groups, stride):
     "Depthwise-separable branches, merged in a way of their own in channels-last layout"
-    layer = blocks.orepa(6, 4, stride=stride, groups=groups).double().to(memory_format=torch.channels_last).quantize()
+    layer = blocks.orepa(6, 4, stride=stride, groups=groups).double()
+    layer = layer.to(memory_format=torch.channels_last).quantize()
     for p in layer.branch.parameters(): p.data.copy_(torch.randn_like(p))
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
     layer(x)
@@ -147,19 +158,54 @@ def test_compiled_channels_last(groups, stride):
     assert not PROGRAMS.failed and not FORMULAS.failed
 
 
+@pytest.fixture
+def traced(request, monkeypatch):
+    "torch.compile traces and differentiates blocks, but generates code for them with --slow only"
+    if request.config.getoption('--slow'): return
+    compile = torch.compile
+    def trace(f, **kwargs):
+        if 'options' in kwargs: return compile(f, **kwargs)     # a quantizer
+        return compile(f, backend='aot_eager_decomp_partition', **kwargs)
+    monkeypatch.setattr(torch, 'compile', trace)
+    monkeypatch.setattr(PROGRAMS, 'made', {})
+
+
 @pytest.mark.parametrize('statistics', ['batch', 'sampled', 'calibrated'])
-def test_compiled_statistics(statistics):
+def test_compiled_statistics(statistics, traced):
     layer = block('dbb', statistics=statistics)
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
     assert_same_step(step(layer, x, 'compiled'), step(layer, x, 'simple'))
+    assert not PROGRAMS.failed
 
 
-@pytest.mark.parametrize('name', ['acnet', 'orepa', 'dbb', 'repvgg'])
-@pytest.mark.parametrize('measure', [True, False])
-def test_compiled_calibrated_with_a_stride(name, measure):
-    "Windows of the mean image, at stride 2, in a program of torch.compile"
+def with_stride(name, measure):
     layer = block(name, 6, 8, 2, statistics=Calibrated(measure=measure))
     x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
+    assert_same_step(step(layer, x, 'compiled'), step(layer, x, 'simple'))
+    assert not PROGRAMS.failed
+
+
+@pytest.mark.parametrize('measure', [True, False])
+def test_compiled_calibrated_with_a_stride(measure):
+    "Windows of the mean image, at stride 2, in a program of torch.compile"
+    with_stride('acnet', measure)
+
+
+@pytest.mark.parametrize('name', ['orepa', 'dbb', 'repvgg'])
+@pytest.mark.parametrize('measure', [True, False])
+def test_traced_calibrated_with_a_stride(name, measure, traced):
+    "The same for other blocks"
+    with_stride(name, measure)
+
+
+def test_compiled_calibrated_inside_a_sequence():
+    "Norms outside and inside of a sequence, a scale with a bias, and an identity"
+    torch.manual_seed(0)
+    sequence = Seq(Norm(Conv(6, 8, 1)), Scale(Conv(8, 6, 3), bias=True))
+    layer = RepConv2d(Sum(Norm(Conv(6, 6, 3)), sequence, Identity(6)), statistics='calibrated').double()
+    layer = randomize_bn(layer).quantize(4, 4, True)
+    x = torch.randn(3, 6, 9, 7, dtype=torch.float64)
+    layer(x)
     assert_same_step(step(layer, x, 'compiled'), step(layer, x, 'simple'))
     assert not PROGRAMS.failed
 
@@ -173,7 +219,8 @@ def test_a_block_that_cannot_be_compiled(monkeypatch):
     compile = torch.compile
     def refuse(*args, **kwargs): raise RuntimeError('not this one')
     monkeypatch.setattr(torch, 'compile', refuse)
-    with use_path('compiled'), pytest.warns(UserWarning, match='torch.compile failed for a block .*not this one') as said:
+    failed = 'torch.compile failed for a block .*not this one'
+    with use_path('compiled'), pytest.warns(UserWarning, match=failed) as said:
         reset_paths()
         for _ in range(3): bad(x)
     assert len([w for w in said if 'repq' in str(w.message) and 'a block' in str(w.message)]) == 1
@@ -217,12 +264,16 @@ def test_a_network_trains_the_same():
     x, y = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
     def losses(path):
         torch.manual_seed(0)
-        net = repq.quantize(repq.models.resnet18(block='acnet', width=.125, n_classes=4).double(), 4, 4, statistics='estimate', start='first')
+        net = repq.quantize(repq.models.resnet18(block='acnet', width=.125, n_classes=4).double(), 4, 4,
+                            statistics='estimate', start='first')
         opt, found = torch.optim.SGD(net.parameters(), 1e-3, momentum=.9), []
         with use_path(path):
             for _ in range(4):
                 loss = F.cross_entropy(net(x), y)
-                opt.zero_grad(); loss.backward(); opt.step(); found.append(loss.item())
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                found.append(loss.item())
         return torch.tensor(found, dtype=torch.float64)
     reset_paths()
     expected = losses('simple')
@@ -245,7 +296,8 @@ def test_small_maps_are_only_faster():
         m.setattr(small_maps.SmallMap, 'apply', lambda *a: calls.append(a))
         expected = run()
     assert not calls
-    for a, b in zip(ours, expected): assert_same(a, b, 1e-9, scale=max(g.abs().max().item() for g in expected))
+    for a, b in zip(ours, expected):
+        assert_same(a, b, 1e-9, scale=max(g.abs().max().item() for g in expected))
 
 
 def test_without_a_compiler(tmp_path):
@@ -262,7 +314,8 @@ def test_without_a_compiler(tmp_path):
             warnings.simplefilter('always')
             for _ in range(3): layer(x).sum().backward()
             with torch.no_grad(): layer.eval()(x)
-        assert repq.tools.registry.paths_taken() == {'fused': 0, 'compiled': 0, 'simple': 4}, 'steps set once, three steps without C'
+        taken = repq.tools.registry.paths_taken()
+        assert taken == {'fused': 0, 'compiled': 0, 'simple': 4}, 'steps set once, three steps without C'
         said = [str(w.message) for w in said if 'repq' in str(w.message)]
         assert len(said) == 1 and 'without compiled C' in said[0] and 'no-such-compiler' in said[0], said
         print('fine')'''
@@ -289,7 +342,8 @@ def test_order_of_statistics():
     "A calibrated norm that measures without gradients leaves those of its neighbour alone"
     torch.manual_seed(0)
     x = torch.randn(3, 4, 6, 6, dtype=torch.float64)
-    first, a, b = Conv(4, 8, 1), Norm(Conv(8, 4, 3), statistics='calibrated'), Norm(Conv(8, 4, 3), statistics='batch')
+    first, a, b = Conv(4, 8, 1), Norm(Conv(8, 4, 3), statistics='calibrated'), Norm(Conv(8, 4, 3),
+                                                                                    statistics='batch')
     def by_first(*parts):
         layer = RepConv2d(Seq(first, Sum(*parts))).double().train()
         return torch.autograd.grad(layer.kernel(x).weight.square().sum(), first.weight)[0]
@@ -297,4 +351,5 @@ def test_order_of_statistics():
     b.statistics = 'estimate'
     expected = by_first(b, a)
     b.statistics = 'batch'
-    assert (by_first(a, b) - expected).abs().max() > 1e-6, 'the gradient through exact statistics is another one'
+    difference = (by_first(a, b) - expected).abs().max()
+    assert difference > 1e-6, 'the gradient through exact statistics is another one'

@@ -8,8 +8,10 @@ from repq.quantization.lsq import LSQ
 from repq.tools.registry import use_path
 from repq.tools.testing import assert_same
 
-needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='no C++ compiler for torch.compile')
-RANGES = [(bits, signed, symmetric) for bits in range(2, 9) for signed, symmetric in ((False, False), (True, False), (True, True))]
+needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')),
+                                    reason='no C++ compiler for torch.compile')
+RANGES = [(bits, signed, symmetric) for bits in range(2, 9) for signed,
+          symmetric in ((False, False), (True, False), (True, True))]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def test_eager_until_it_pays(monkeypatch):
     whole = Programs.run
     monkeypatch.setattr(Programs, 'run', lambda self, *args: asked.append(args) or whole(self, *args))
     q, x = LSQ(4), torch.randn(400)
-    for i in range(4): q(x)
+    for _ in range(4): q(x)
     assert len(asked) == 2                    # the third and the fourth
     fast.FORMULAS.after = None
     q(x)
@@ -48,14 +50,18 @@ def test_without_a_compiler(monkeypatch):
 @needs_compiler
 def test_paths_agree():
     "Values, codes and gradient of x bit for bit; the step's gradient to float32 rounding"
-    for channels, shape, dtype in ((None, (4, 8, 14, 14), torch.float32), (None, (3, 5, 7), torch.float32), (8, (8, 6, 3, 3), torch.float32),
-                                   (None, (4, 300), torch.bfloat16), (None, (4, 300), torch.float64)):
+    cases = [(None, (4, 8, 14, 14), torch.float32), (None, (3, 5, 7), torch.float32),
+             (8, (8, 6, 3, 3), torch.float32), (None, (4, 300), torch.bfloat16),
+             (None, (4, 300), torch.float64)]
+    for channels, shape, dtype in cases:
         for bits, signed in ((2, True), (4, False), (8, True)):
             x = torch.randn(shape)
             x = (x if signed else x.relu()).to(dtype).requires_grad_()
             q, g, found = LSQ(bits, signed, channels, grad_scale=False), torch.randn(shape).to(dtype), []
             q(x.detach())
-            with torch.no_grad(): x.view(-1)[:9] = ((torch.arange(9) - 3)/2*q.step.detach().view(-1)[0]).to(dtype) # ties
+            # ties
+            with torch.no_grad():
+                x.view(-1)[:9] = ((torch.arange(9) - 3)/2*q.step.detach().view(-1)[0]).to(dtype)
             for path in ('simple', 'fused', 'compiled'):
                 with use_path(path):
                     y = q(x)
@@ -63,7 +69,8 @@ def test_paths_agree():
             y, dx, ds = found[0]
             for y2, dx2, ds2 in found[1:]:
                 assert y.equal(y2) and dx.equal(dx2)
-                assert_same(ds2, ds, 1e-4, scale=math.sqrt(x.numel())) # its usual size, for independent gradients
+                # its usual size, for independent gradients
+                assert_same(ds2, ds, 1e-4, scale=math.sqrt(x.numel()))
     assert not FORMULAS.failed
 
 
@@ -74,7 +81,8 @@ def test_compiles_once_for_all_shapes_and_ranges():
         for i, (bits, signed, symmetric) in enumerate(RANGES):
             q = LSQ(bits, signed, None, symmetric)
             q.set_step(.1, signed)
-            for shape in ((7, 11), (40 + i,), (2, 3, 4, 5 + i)): q(torch.rand(shape, requires_grad=True)).sum().backward()
+            for shape in ((7, 11), (40 + i,), (2, 3, 4, 5 + i)):
+                q(torch.rand(shape, requires_grad=True)).sum().backward()
             if i == 0: count = graphs() # forward and backward, unless an earlier test had them
         q(nn.Parameter(torch.rand(4, 6))), q(torch.rand(4, 6)[:, :3])
         with torch.no_grad(): q(torch.rand(7, 13))
@@ -103,13 +111,14 @@ def naive_lsq(x, s, qmin, qmax):
 @pytest.mark.slow('CPU times also move with what else the machine does')
 @needs_compiler
 def test_speed():
-    "16×64×56×56 float32, forward and backward, CPU time, interleaved, allocator warm. Bounds against regressions; `repq bench quantizer` measures"
+    "CPU time of forward and backward, in turns. Bounds against regressions; `repq bench quantizer` measures"
     x, g = torch.randn(16, 64, 56, 56, requires_grad=True), torch.randn(16, 64, 56, 56)
     q = LSQ(4)
     q(x)
     def run(quantize, path):
         with use_path(path): torch.autograd.grad(quantize(x), (x, q.step), g)
-    paths = dict(naive=lambda: run(lambda x: naive_lsq(x, q.step, -8, 7), 'simple'), eager=lambda: run(q, 'fused'), compiled=lambda: run(q, 'compiled'))
+    paths = dict(naive=lambda: run(lambda x: naive_lsq(x, q.step, -8, 7), 'simple'),
+                 eager=lambda: run(q, 'fused'), compiled=lambda: run(q, 'compiled'))
     times = {name: [] for name in paths}
     for i in range(14):
         for name, f in paths.items():

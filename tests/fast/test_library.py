@@ -10,35 +10,50 @@ ROOT = Path(__file__).parent.parent.parent
 # ---- on disk: whatever happened to it, a training goes on, by C or with one warning the simple way ----
 
 TRAIN = '''if True:
-    import json, warnings, torch, repq
+    import json, os, sys, warnings, torch, repq
     from repq.blocks import repvgg
+    from repq.fast import native
     from repq.tools.testing import assert_same
     from repq.tools.registry import paths_taken, reset_paths
     torch.set_num_threads(1)
-    layer = repvgg(16, 16).double().quantize(4, 4, True)
-    layer.statistics = 'estimate'
-    x = torch.randn(2, 16, 8, 8, dtype=torch.float64)
-    with repq.use_path('simple'): layer(x)
-    def step(path):
-        with repq.use_path(path): y = layer(x)
-        return y, *torch.autograd.grad(y.pow(3).mean(), list(layer.parameters()))
-    reset_paths()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
-        found = [step('fused') for _ in range(2)][-1]
-    taken = paths_taken()
-    for a, b in zip(found, step('simple')): assert_same(a, b, 1e-9)
-    print(json.dumps([taken, [str(w.message) for w in said if 'repq' in str(w.message)]]))'''
+
+    def train(cache, cc):
+        "A training that has not loaded the library before"
+        os.environ.update(XDG_CACHE_HOME=cache, CC=cc)
+        native._libraries.clear()
+        layer = repvgg(16, 16).double().quantize(4, 4, True)
+        layer.statistics = 'estimate'
+        x = torch.randn(2, 16, 8, 8, dtype=torch.float64)
+        with repq.use_path('simple'): layer(x)
+        def step(path):
+            with repq.use_path(path): y = layer(x)
+            return y, *torch.autograd.grad(y.pow(3).mean(), list(layer.parameters()))
+        reset_paths()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            found = [step('fused') for _ in range(2)][-1]
+        taken = paths_taken()
+        for a, b in zip(found, step('simple')): assert_same(a, b, 1e-9)
+        return taken, [str(w.message) for w in said if 'repq' in str(w.message)]
+
+    for line in sys.stdin: print(json.dumps(train(*json.loads(line))), flush=True)'''
 
 BY_C, SIMPLE = {'fused': 2, 'compiled': 0, 'simple': 0}, {'fused': 0, 'compiled': 0, 'simple': 2}
 
 
+def train_all(trainings):
+    "Paths taken and warnings of trainings with (cache, compiler), one after the other in a new process"
+    lines = '\n'.join(json.dumps([str(cache), str(cc)]) for cache, cc in trainings)
+    done = subprocess.run([sys.executable, '-c', TRAIN], input=lines, capture_output=True, text=True)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    went = f'{len(results)} of {len(trainings)} trainings, then {done.returncode}: {done.stderr}'
+    assert done.returncode == 0 and len(results) == len(trainings), went
+    return results
+
+
 def train(cache, cc='cc'):
-    "Ways taken and warnings of a training in a process of its own"
-    env = {**os.environ, 'XDG_CACHE_HOME': str(cache), 'CC': str(cc)}
-    done = subprocess.run([sys.executable, '-c', TRAIN], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f'ended with {done.returncode}: {done.stderr}'
-    return json.loads(done.stdout.splitlines()[-1])
+    "One training in a process of its own"
+    return train_all([(cache, cc)])[0]
 
 
 @pytest.fixture(scope='module')
@@ -65,24 +80,36 @@ def flipped(data):
 def test_what_is_kept(made):
     "One library and its digest, as sha256sum writes and checks it; nothing else is left"
     library, digest = of_kind(made, False), of_kind(made, True)
-    assert len(made) == 2 and digest == f'{library}.sha256' and library.endswith('-float64.so') and is_whole(made)
+    assert len(made) == 2 and digest == f'{library}.sha256' and library.endswith('-float64.so')
+    assert is_whole(made)
 
 
-DAMAGE = {'cut in half': (lambda b: b[:len(b)//2], None), 'cut to a page': (lambda b: b[:4096], None), 'a bit flipped': (flipped, None),
-          'empty': (lambda b: b'', None), 'no library': (lambda b: None, None), 'no digest': (None, lambda b: None),
-          'empty digest': (None, lambda b: b''), 'a bit of the digest flipped': (None, flipped), 'digest of bytes': (None, lambda b: b'\xff'*80),
-          'both cut': (lambda b: b[:4096], lambda b: b[:10])}
+DAMAGE = { # change of the library, change of its digest
+    'cut in half': (lambda b: b[:len(b)//2], None), 'cut to a page': (lambda b: b[:4096], None),
+    'a bit flipped': (flipped, None), 'empty': (lambda b: b'', None), 'no library': (lambda b: None, None),
+    'no digest': (None, lambda b: None), 'empty digest': (None, lambda b: b''),
+    'a bit of the digest flipped': (None, flipped), 'digest of bytes': (None, lambda b: b'\xff'*80),
+    'both cut': (lambda b: b[:4096], lambda b: b[:10])}
+
+@pytest.fixture(scope='module')
+def damaged(made, tmp_path_factory):
+    "A cache for each damage, after a training with each, all in one process: damage -> cache, result"
+    caches = {damage: tmp_path_factory.mktemp('damaged') for damage in DAMAGE}
+    for damage, cache in caches.items():
+        (cache/'repq').mkdir(mode=0o700)
+        for (name, data), change in zip(sorted(made.items()), DAMAGE[damage]):   # library, then digest
+            data = change(data) if change else data
+            if data is not None: (cache/'repq'/name).write_bytes(data)
+    results = train_all([(cache, 'cc') for cache in caches.values()])
+    return {damage: (cache, result) for (damage, cache), result in zip(caches.items(), results)}
+
 
 @pytest.mark.parametrize('damage', DAMAGE)
-def test_damaged(damage, made, tmp_path):
+def test_damaged(damage, damaged, made):
     "Compiled again and whole again; the next training finds it so"
-    folder = tmp_path/'repq'
-    folder.mkdir(mode=0o700)
-    for (name, data), change in zip(sorted(made.items()), DAMAGE[damage]):   # the library sorts before its digest
-        data = change(data) if change else data
-        if data is not None: (folder/name).write_bytes(data)
-    assert train(tmp_path) == [BY_C, []]
-    found = {p.name: p.read_bytes() for p in folder.iterdir()}
+    cache, result = damaged[damage]
+    assert result == [BY_C, []]
+    found = {p.name: p.read_bytes() for p in (cache/'repq').iterdir()}
     assert found.keys() == made.keys() and is_whole(found)
 
 
@@ -98,15 +125,16 @@ def test_a_whole_library_is_used(made, tmp_path):
     library.write_bytes(library.read_bytes()[:4096])
     taken, said = train(tmp_path, cc)
     assert taken == SIMPLE and len(said) == 1, said
-    assert all(part in said[0] for part in ('without compiled C', f'{library} is damaged', 'compiled again', 'disk on fire')), said
+    parts = 'without compiled C', f'{library} is damaged', 'compiled again', 'disk on fire'
+    assert all(part in said[0] for part in parts), said
 
 
-@pytest.mark.parametrize('cc', ['false', 'true', 'no-such-compiler'])
-def test_a_compiler_that_does_not(cc, tmp_path):
+def test_a_compiler_that_does_not(tmp_path):
     "It fails, writes nothing, or is not there"
-    taken, said = train(tmp_path, cc)
-    assert taken == SIMPLE and len(said) == 1 and 'without compiled C' in said[0], said
-    assert not [*(tmp_path/'repq').iterdir()]
+    compilers = 'false', 'true', 'no-such-compiler'
+    for cc, (taken, said) in zip(compilers, train_all([(tmp_path/cc, cc) for cc in compilers])):
+        assert taken == SIMPLE and len(said) == 1 and 'without compiled C' in said[0], (cc, said)
+        assert not [*(tmp_path/cc/'repq').iterdir()], cc
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
@@ -115,7 +143,9 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path/'closed').mkdir(mode=0o500)
     (tmp_path/'open'/'repq').mkdir(parents=True)
     (tmp_path/'open'/'repq').chmod(0o777)
-    for cache in ('file', 'closed', 'open'): assert train(tmp_path/cache) == [BY_C, []], cache
+    caches = 'file', 'closed', 'open'
+    for cache, result in zip(caches, train_all([(tmp_path/cache, 'cc') for cache in caches])):
+        assert result == [BY_C, []], cache
     assert not [*(tmp_path/'open'/'repq').iterdir()]
 
 
@@ -165,7 +195,8 @@ def test_the_notebook_shows_the_file():
     stale = [p for p in paragraphs if p not in native.SOURCE]
     assert not stale, f'not in merge_lsq.c: run the notebook again\n{stale[0]}'
     printed = [''.join(o['text']) for o in outputs if o['output_type'] == 'stream']
-    assert native.SOURCE[:native.SOURCE.index('*/') + 3] in printed, 'the comment at its top: run the notebook again'
+    top = native.SOURCE[:native.SOURCE.index('*/') + 3]
+    assert top in printed, 'the comment at its top: run the notebook again'
     def functions(text): return set(re.findall(r'^(?:static |int ).*?(\w+)\(', text, re.M))
     assert functions('\n'.join(paragraphs)) == functions(native.SOURCE) and len(functions(native.SOURCE)) > 15
 
@@ -175,7 +206,8 @@ def test_the_notebook_shows_the_file():
 COUNTED_MALLOC = """
 #include <limits.h>
 #include <stddef.h>
-int limit = INT_MAX, asked = 0, live = 0;   /* allocations that succeed, that were asked for, that are not freed */
+/* allocations that succeed, that were asked for, that are not freed */
+int limit = INT_MAX, asked = 0, live = 0;
 void *__real_malloc(size_t);
 void __real_free(void*);
 void *__wrap_malloc(size_t n)
@@ -254,7 +286,9 @@ def positive(n, dtype): return torch.rand(n, dtype=torch.float64).add(.1).to(dty
 def make_part(source, size, dtype, i, o, groups, shared, layout):
     "A part with a random kernel, or an identity"
     weight = None
-    if size: weight = leaf(o, i//groups, *size, dtype=dtype).detach().to(memory_format=layout).requires_grad_()
+    if size:
+        weight = leaf(o, i//groups, *size, dtype=dtype).detach()
+        weight = weight.to(memory_format=layout).requires_grad_()
     part = Part(weight, leaf(o, dtype=dtype), leaf(o, dtype=dtype), 1e-3)
     if source == 'given': return part._replace(mean=leaf(o, dtype=dtype), var=positive(o, dtype))
     if source == 'estimated': return part._replace(windows=shared)

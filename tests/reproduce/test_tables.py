@@ -1,4 +1,4 @@
-"Tables and claims from records: what is there, what is missing, what is damaged; several seeds; three formats"
+"Tables and claims from records: what is there, missing or damaged; several seeds; three formats"
 import math, os, re, shutil, subprocess, sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,10 +24,12 @@ def whole(tmp_path_factory): return write_all(tmp_path_factory.mktemp('whole'), 
 def batch(whole, tmp_path): return Path(shutil.copytree(whole, tmp_path/'results'))
 
 
-def run_at(address, seed=0, profile='smoke', seeds=1): return next(r for r in Results(profile, '/nowhere', seeds).cells[address].runs if r.seed == seed)
+def run_at(address, seed=0, profile='smoke', seeds=1):
+    return next(r for r in Results(profile, '/nowhere', seeds).cells[address].runs if r.seed == seed)
 
 
-def verdict(root, claim, profile='smoke', seeds=1): return next(v for v in verdicts.claims(profile, root, seeds) if v.claim == claim)
+def verdict(root, claim, profile='smoke', seeds=1):
+    return next(v for v in verdicts.claims(profile, root, seeds) if v.claim == claim)
 
 
 def change(root, run, **metrics):
@@ -39,8 +41,11 @@ def row(t, *labels): return next(items for l, items in t.rows if l == labels)
 
 
 def test_little_is_loaded():
-    code = "import sys, repq.reproduce.tables; print(*[m for m in ('torch', 'pandas', 'matplotlib', 'numpy', 'scipy', 'fastai') if m in sys.modules])"
-    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == ''
+    heavy = 'torch', 'pandas', 'matplotlib', 'numpy', 'scipy', 'fastai'
+    modules = 'import repq.reproduce.tables, repq.reproduce.report, repq.reproduce.run_pages'
+    code = f'import sys; {modules}; print(*[m for m in {heavy} if m in sys.modules])'
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ''
 
 
 # Numbers and what stands in for them
@@ -49,7 +54,8 @@ def test_numbers_come_from_the_best_epoch(whole):
     run = run_at(accuracy('RepVGG-A0', 'RepQ-BN', '8'))
     m, item = metrics_of(run, images=1), row(table(2, 'smoke', whole, 1), 'RepVGG-A0', 'RepQ-BN')[2]
     error = 100*math.sqrt(m['best_accuracy']*(1 - m['best_accuracy'])/m['test_size'])
-    assert item.text == f'{100*m["best_accuracy"]:.2f} ± {error:.2f}' and item.links == (f'{run.id}/notebook.ipynb',)
+    assert item.text == f'{100*m["best_accuracy"]:.2f} ± {error:.2f}'
+    assert item.links == (f'{run.id}/notebook.ipynb',)
     assert f'last epoch: {100*m["accuracy"]:.2f}' in item.title
     assert row(table(2, 'smoke', whole, 1), 'RepVGG-A0', 'RepQ-BN')[3].text == '73.11'
 
@@ -69,9 +75,12 @@ def test_failed_run_says_why_everywhere(batch):
     write_failure(batch, run, why)
     t = table(2, 'smoke', batch, 1)
     item = row(t, 'RepVGG-A0', 'Plain')[2]
-    assert item.text == 'failed' and item.note == f'failed: {why}' and item.links == (f'.work/{run.id}/notebook.ipynb',) and (batch/'smoke'/item.links[0]).exists()
+    assert item.text == 'failed' and item.note == f'failed: {why}'
+    assert item.links == (f'.work/{run.id}/notebook.ipynb',) and (batch/'smoke'/item.links[0]).exists()
     assert '&lt;b&gt;50%_of {x} | &amp; $1~^\\' in t.html() and '<b>50' not in t.html()
-    assert r'\textless{}b\textgreater{}50\%\_of \{x\} | \& \$1\textasciitilde{}\textasciicircum{}\textbackslash{}' in t.latex()
+    in_latex = (r'\textless{}b\textgreater{}50\%\_of \{x\} | \& \$1'
+                r'\textasciitilde{}\textasciicircum{}\textbackslash{}')
+    assert in_latex in t.latex()
     assert r'\<b\>50%\_of {x} \| & $1\~^\\' in t.markdown()
     assert why in str(t) and any(why in n for n in verdict(batch, BEATS).evidence[0].notes)
     page = report.write_report(batch, 'smoke', 1).read_text()
@@ -82,7 +91,10 @@ def test_children_of_a_failed_parent_name_it(batch):
     child = run_at(accuracy('AC-ResNet-18', 'RepQ-BN', '8'))
     for r in (child, child.parent): shutil.rmtree(batch/'smoke'/r.id)
     write_failure(batch, child.parent, 'out of memory')
-    assert row(table(2, 'smoke', batch, 1), 'AC-ResNet-18', 'RepQ-BN')[2].note == f'not run: its parent {child.parent.id} is failed'
+    assert (
+        row(table(2, 'smoke', batch, 1), 'AC-ResNet-18', 'RepQ-BN')[2].note
+        == f'not run: its parent {child.parent.id} is failed'
+    )
 
 
 @pytest.mark.parametrize('damage, says', [
@@ -93,7 +105,8 @@ def test_damaged_results_are_named_not_trusted(batch, damage, says):
     damage(batch/'smoke'/run.id)
     item = row(table(2, 'smoke', batch, 1), 'RepVGG-A0', 'Plain')[2]
     assert item.text == 'corrupt' and says in item.note
-    assert verdict(batch, BEATS).verdict == OPEN and says in report.write_report(batch, 'smoke', 1).read_text()
+    assert verdict(batch, BEATS).verdict == OPEN
+    assert says in report.write_report(batch, 'smoke', 1).read_text()
 
 
 @pytest.mark.parametrize('metrics, says', [
@@ -110,9 +123,19 @@ def test_a_record_without_a_number(batch, metrics, says):
 def test_a_record_without_a_column(batch):
     run = run_at(psnr('8', 'Plain', 'U100'))
     change(batch, run, psnr={'Set5': 33.})
-    assert 'metrics.psnr and metrics.bicubic are not of the same things' in row(table(3, 'smoke', batch, 1), '8', 'Plain')[6].note
+    assert (
+        'metrics.psnr and metrics.bicubic are not of the same things'
+        in row(table(3, 'smoke', batch, 1), '8', 'Plain')[6].note
+    )
     m = metrics_of(run, images=1)
-    change(batch, run, **{k: {s: v for s, v in m[k].items() if s != 'U100'} for k in ('psnr', 'bicubic', 'per_image', 'images')})
+    change(
+        batch,
+        run,
+        **{
+            k: {s: v for s, v in m[k].items() if s != 'U100'}
+            for k in ('psnr', 'bicubic', 'per_image', 'images')
+        },
+    )
     assert row(table(3, 'smoke', batch, 1), '8', 'Plain')[6].note == "its record has no 'U100'"
 
 
@@ -135,7 +158,8 @@ def test_what_collapsed_is_no_number(seeds3, tmp_path):
     change(root, first, accuracy=.1, best_accuracy=.95)
     item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'Plain')[2]
     mean = sum(100*metrics_of(r, images=1)['best_accuracy'] for r in others)/2
-    assert item.text.startswith(f'{mean:.2f} ±') and '2 of 3 seeds; collapsed: accuracy 0.1000 at its end, chance is 0.1000 (seed 0)' in item.note
+    assert item.text.startswith(f'{mean:.2f} ±')
+    assert '2 of 3 seeds; collapsed: accuracy 0.1000 at its end, chance is 0.1000 (seed 0)' in item.note
     for r in others: change(root, r, accuracy=.1)
     item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'Plain')[2]
     assert item.text == 'collapsed' and len(item.links) == 1
@@ -145,12 +169,19 @@ def test_what_collapsed_is_no_number(seeds3, tmp_path):
     for level, state in ((bicubic - .9, 'done'), (bicubic - 1.1, 'collapsed')): # a margin of 1 dB
         change(root, sr, psnr={s: level for s in runs.TEST_SETS})
         found = Results('smoke', root, 3).look(sr)
-        assert found.state == state and (state == 'done' or f'{level:.2f} dB at its end, more than 1 dB below bicubic' in found.why)
+        assert found.state == state
+        assert state == 'done' or f'{level:.2f} dB at its end, more than 1 dB below bicubic' in found.why
 
 
 def test_best_and_second_best_of_ours(batch):
-    for method, a in {'QARepVGG, PTQ': .5, 'QARepVGG, QAT': .6, 'Plain': .91, 'Merged': .89, 'RepQ-BN': .92, 'RepQ-BNEst': .90}.items(): change(batch, run_at(accuracy('RepVGG-A0', method, '8')), best_accuracy=a)
-    styles = {m: row(table(2, 'smoke', batch, 1), 'RepVGG-A0', m)[2].style for m in ('Plain', 'Merged', 'RepQ-BN', 'RepQ-BNEst')}
+    scores = {'QARepVGG, PTQ': .5, 'QARepVGG, QAT': .6, 'Plain': .91, 'Merged': .89, 'RepQ-BN': .92,
+              'RepQ-BNEst': .90}
+    for method, a in scores.items():
+        change(batch, run_at(accuracy('RepVGG-A0', method, '8')), best_accuracy=a)
+    styles = {
+        m: row(table(2, 'smoke', batch, 1), 'RepVGG-A0', m)[2].style
+        for m in ('Plain', 'Merged', 'RepQ-BN', 'RepQ-BNEst')
+    }
     assert styles == {'Plain': 'second', 'Merged': '', 'RepQ-BN': 'best', 'RepQ-BNEst': ''}
 
 
@@ -166,7 +197,8 @@ def test_mean_and_deviation_over_seeds(seeds3):
     t = table(2, 'smoke', seeds3, 3)
     item = row(t, 'RepVGG-A0', 'RepQ-BN')[4]
     assert item.text == f'{fmean(values):.2f} ± {show_error(stdev(values))}'
-    assert item.links == tuple(f'{run_at(at, s, seeds=3).id}/notebook.ipynb' for s in range(3)) and all((Path(seeds3)/'smoke'/l).exists() for l in item.links)
+    assert item.links == tuple(f'{run_at(at, s, seeds=3).id}/notebook.ipynb' for s in range(3))
+    assert all((Path(seeds3)/'smoke'/l).exists() for l in item.links)
     assert 'standard deviation over 3 seeds' in t.caption
 
 
@@ -175,14 +207,16 @@ def test_a_seed_that_is_missing(seeds3, tmp_path):
     shutil.rmtree(root/'smoke'/run_at(at, 1, seeds=3).id)
     values = [100*metrics_of(run_at(at, s, seeds=3))['best_accuracy'] for s in (0, 2)]
     item = row(table(2, 'smoke', root, 3), 'RepVGG-A0', 'RepQ-BN')[4]
-    assert item.text.startswith(f'{fmean(values):.2f} ±') and item.note == '2 of 3 seeds; not run yet (seed 1)' and len(item.links) == 2
+    assert item.text.startswith(f'{fmean(values):.2f} ±')
+    assert item.note == '2 of 3 seeds; not run yet (seed 1)' and len(item.links) == 2
 
 
 def test_seeds_of_the_last_batch_are_the_default(seeds3, tmp_path):
     root = Path(shutil.copytree(seeds3, tmp_path/'r'))
     assert Results('smoke', root).seeds == runs.SEEDS['smoke']
     write_json(root/'smoke'/'batch.json', dict(seeds=3))
-    assert Results('smoke', root).seeds == 3 and len(row(table(2, 'smoke', root), 'RepVGG-A0', 'Plain')[2].links) == 3
+    assert Results('smoke', root).seeds == 3
+    assert len(row(table(2, 'smoke', root), 'RepVGG-A0', 'Plain')[2].links) == 3
 
 
 @pytest.fixture(scope='module')
@@ -194,9 +228,11 @@ def test_rows_beyond_the_paper_and_side_experiments(cpu):
     assert list(found) == ['1', '2', '3', '4', 'S1', 'side']
     assert row(found['2'], 'RepVGG-A0', 'RepQ-calibrated †')[3].text == '–' and '†' in found['2'].caption
     assert [l for l, _ in found['3'].rows][:3] == [('32', ''), ('32', 'Plain †'), ('8', 'Plain')]
-    assert ('QAT', 'RepQ-calibrated †', 'ours') in found['4'].columns and ('QAT', 'RepQ-calibrated †', 'paper') not in found['4'].columns
+    assert ('QAT', 'RepQ-calibrated †', 'ours') in found['4'].columns
+    assert ('QAT', 'RepQ-calibrated †', 'paper') not in found['4'].columns
     labels = [l for l, _ in found['side'].rows]
-    assert ('Merged 8-bit RepVGG-A0, learning rate', 'tenfold: 0.01') in labels and ('full-precision RepVGG-A0, norms that estimate', 'only on 1×1') in labels
+    assert ('Merged 8-bit RepVGG-A0, learning rate', 'tenfold: 0.01') in labels
+    assert ('full-precision RepVGG-A0, norms that estimate', 'only on 1×1') in labels
     assert [row(found['side'], *labels[i])[1].text for i in (0, 1)] == ['68.65', '69.21']
 
 
@@ -206,7 +242,11 @@ def test_table_1_counts_what_really_happened(batch):
     t = table(1, 'smoke', batch, 1)
     for name, marks in {'Plain': '1010', 'Merged': '0110', 'RepQ': '0101'}.items():
         items = row(t, name)
-        assert ''.join('1' if i.text.startswith('✓') else '0' for i in items[::2]) == ''.join('1' if i.text else '0' for i in items[1::2]) == marks
+        assert (
+            ''.join('1' if i.text.startswith('✓') else '0' for i in items[::2])
+            == ''.join('1' if i.text else '0' for i in items[1::2])
+            == marks
+        )
     run = run_at(accuracy('RepVGG-A0', 'Merged', '8'))
     write_run(batch, run, layers=dict(total=22, reparametrized=3, quantized=22))
     before, after = (row(x, 'Merged')[6].text for x in (t, table(1, 'smoke', batch, 1)))
@@ -217,13 +257,21 @@ def test_table_s1_is_what_the_runs_are_told(whole):
     t = table('S1', 'smoke', whole, 1)
     run = run_at(accuracy('AC-ResNet-18', 'RepQ-BN', '8'))
     columns = {c: i for i, c in enumerate(t.columns)}
-    assert row(t, '8-bit step learning rate')[columns['AC-ResNet-18', 'ours']].text == f'{run.settings["step_lr"]:g}'
+    assert (
+        row(t, '8-bit step learning rate')[columns['AC-ResNet-18', 'ours']].text
+        == f'{run.settings["step_lr"]:g}'
+    )
     assert row(t, 'Merged 8-bit learning rate')[columns['RepVGG-A0 & B0', 'paper']].text == '0.001'
     assert row(t, 'FP learning rate')[columns['ECBSR', 'paper']].text == '0.0005'
     paper = table('S1', 'paper', whole, 1)
-    for label in ('Epochs', 'Epochs of QAT', 'Batch size', 'Weight decay', 'FP learning rate', 'Quantized learning rate', 'Merged 8-bit learning rate', '8-bit step learning rate', '4-bit step learning rate'):
+    labels = ('Epochs', 'Epochs of QAT', 'Batch size', 'Weight decay', 'FP learning rate',
+              'Quantized learning rate', 'Merged 8-bit learning rate', '8-bit step learning rate',
+              '4-bit step learning rate')
+    for label in labels:
         items = row(paper, label)
-        assert [i.text for i in items[::2]] == [i.text for i in items[1::2]], f'{label}: the paper profile does not follow the paper'
+        assert [i.text for i in items[::2]] == [i.text for i in items[1::2]], (
+            f'{label}: the paper profile does not follow the paper'
+        )
 
 
 # Formats
@@ -236,10 +284,15 @@ class Cells(HTMLParser):
         self.feed(text)
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
-        if tag == 'tr': self.rows.append([]); self.fill()
-        if tag in ('td', 'th'): self.cell, self.inside, self.span = '', True, (int(a.get('rowspan') or 1), int(a.get('colspan') or 1))
+        if tag == 'tr':
+            self.rows.append([])
+            self.fill()
+        if tag in ('td', 'th'):
+            self.cell, self.inside = '', True
+            self.span = int(a.get('rowspan') or 1), int(a.get('colspan') or 1)
     def fill(self):
-        while (len(self.rows) - 1, len(self.rows[-1])) in self.spans: self.rows[-1].append(self.spans[len(self.rows) - 1, len(self.rows[-1])])
+        while (len(self.rows) - 1, len(self.rows[-1])) in self.spans:
+            self.rows[-1].append(self.spans[len(self.rows) - 1, len(self.rows[-1])])
     def handle_endtag(self, tag):
         if tag not in ('td', 'th'): return
         self.inside, (down, across), r = False, self.span, len(self.rows) - 1
@@ -251,7 +304,10 @@ class Cells(HTMLParser):
         if self.inside: self.cell += data
 
 
-def plain_markdown(cell): return re.sub(r'\\(.)', r'\1', re.sub(r'<sup>\w+</sup>|</?u>|\*\*', '', re.sub(r'\[(.*?)\]\([^)]*\)', r'\1', cell))).strip()
+def plain_markdown(cell):
+    return re.sub(
+        r'\\(.)', r'\1', re.sub(r'<sup>\w+</sup>|</?u>|\*\*', '', re.sub(r'\[(.*?)\]\([^)]*\)', r'\1', cell))
+    ).strip()
 
 
 @pytest.mark.parametrize('number', ['1', '2', '3', '4', 'S1'])
@@ -261,30 +317,42 @@ def test_three_formats_say_the_same(whole, number):
     lines = [re.split(r' (?<!\\)\| ', l[2:-2]) for l in t.markdown().splitlines() if l.startswith('|')][2:]
     cells = Cells(t.html()).rows
     head, body = cells[:len(t.columns[0])], cells[len(t.columns[0]):]
-    assert {len(r) for r in lines} == {len(r) for r in cells} == {width} and len(lines) == len(body) == len(t.rows)
-    for line, html_row, (labels, items) in zip(lines, body, t.rows):
+    assert {len(r) for r in lines} == {len(r) for r in cells} == {width}
+    assert len(lines) == len(body) == len(t.rows)
+    for line, html_row, (_, items) in zip(lines, body, t.rows):
         assert [plain_markdown(c) for c in line[len(t.stubs):]] == [i.text for i in items]
-        for cell, item in zip(html_row[len(t.stubs):], items): assert cell == item.text + t.letters.get(item.note, '')
-    assert [' '.join(dict.fromkeys(filter(None, column))) for column in zip(*head)][len(t.stubs):] == [' '.join(dict.fromkeys(c)) for c in t.columns]
+        for cell, item in zip(html_row[len(t.stubs):], items):
+            assert cell == item.text + t.letters.get(item.note, '')
+    assert [' '.join(dict.fromkeys(filter(None, column))) for column in zip(*head)][len(t.stubs) :] == [
+        ' '.join(dict.fromkeys(c)) for c in t.columns
+    ]
     latex = t.latex()
     rows = [l for l in latex.splitlines() if l.endswith(r'\\')]
     assert latex.count('{') == latex.count('}') and latex.count(r'\begin') == latex.count(r'\end') == 2
     for l in rows[-len(t.rows):]: assert len(re.findall(r'(?<!\\)&', l)) == width - 1
-    for l in rows[:-len(t.rows)]: assert sum(int(n) for n in re.findall(r'multicolumn\{(\d+)\}', l)) == len(t.columns)
+    for l in rows[:-len(t.rows)]:
+        assert sum(int(n) for n in re.findall(r'multicolumn\{(\d+)\}', l)) == len(t.columns)
     assert latex.isascii() and not re.search(r'(?<!\\)[%#_]', re.sub(r'\\href\{[^}]*\}', '', latex))
 
 
 def test_every_number_of_ours_links_to_its_notebook(whole):
     for number in ('2', '3', '4'):
         t = table(number, 'smoke', whole, 1)
-        ours = [i for _, items in t.rows for c, i in zip(t.columns, items) if c[-1] == 'ours' and re.match(r'\d', i.text)]
-        assert len(ours) > 8 and all(len(i.links) == 1 and (Path(whole)/'smoke'/i.links[0]).exists() for i in ours)
+        ours = [
+            i
+            for _, items in t.rows
+            for c, i in zip(t.columns, items)
+            if c[-1] == 'ours' and re.match(r'\d', i.text)
+        ]
+        assert len(ours) > 8
+        assert all(len(i.links) == 1 and (Path(whole)/'smoke'/i.links[0]).exists() for i in ours)
         for text in (t.html(), t.markdown(), t.latex()): assert all(i.links[0] in text for i in ours)
 
 
 def test_files_are_written_whole_or_not_at_all(batch, monkeypatch):
     paths = report.write_tables(batch, 'smoke', 1)
-    assert [p.name for p in paths] == ['tables.md', 'tables.html', 'tables.tex'] and all('93.' in p.read_text() for p in paths)
+    assert [p.name for p in paths] == ['tables.md', 'tables.html', 'tables.tex']
+    assert all('93.' in p.read_text() for p in paths)
     links = re.findall(r'\]\(([^)]+)\)', paths[0].read_text())
     assert len(links) > 50 and all((batch/'smoke'/l).exists() for l in links)
     before = paths[0].read_text()
@@ -296,13 +364,24 @@ def test_files_are_written_whole_or_not_at_all(batch, monkeypatch):
 
 def test_wrong_questions():
     with pytest.raises(ValueError, match=r'a table is one of 1, 2, 3, 4, S1, side, got 7'): table(7)
-    with pytest.raises(ValueError, match="profile must be one of smoke, cpu, gpu, paper, got 'big'"): table(2, 'big')
-    with pytest.raises(ValueError, match='the smoke profile has no side experiments: choose cpu, gpu or paper'): table('side', 'smoke', '/nowhere')
+    with pytest.raises(ValueError, match="profile must be one of smoke, cpu, gpu, paper, got 'big'"):
+        table(2, 'big')
+    message = 'the smoke profile has no side experiments: choose cpu, gpu or paper'
+    with pytest.raises(ValueError, match=message):
+        table('side', 'smoke', '/nowhere')
 
 
 def test_a_reader_that_has_seen_enough():
     "`repq ... | head -1` ends without a traceback"
-    command = [sys.executable, '-c', 'import sys; from repq.cli.command import main; sys.exit(main(sys.argv[1:]))', 'reproduce', '--profile', 'paper', '--dry-run']
+    command = [
+        sys.executable,
+        '-c',
+        'import sys; from repq.cli.command import main; sys.exit(main(sys.argv[1:]))',
+        'reproduce',
+        '--profile',
+        'paper',
+        '--dry-run',
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
         assert p.stdout.readline()
         p.stdout.close()
@@ -319,14 +398,17 @@ def test_table_2_leads_and_what_was_not_run_is_last(batch):
     assert sections(text) == ['results', 'claims', 'figures', 'setting', 'machine', 'progress']
     captions = re.findall(r'<caption><span>(.*?)</span>', text)
     assert captions[0].startswith('Table 2') and text.index(captions[0]) < text.index('<h2 id="claims"')
-    for run in {r for a, c in Results('smoke', batch, 1).cells.items() if a[0] == '2' for r in c.runs}: shutil.rmtree(batch/'smoke'/run.id, ignore_errors=True)
+    for run in {r for a, c in Results('smoke', batch, 1).cells.items() if a[0] == '2' for r in c.runs}:
+        shutil.rmtree(batch/'smoke'/run.id, ignore_errors=True)
     text = report.write_report(batch, 'smoke', 1).read_text()
     captions = re.findall(r'<caption><span>(.*?)</span>', text)
-    assert captions[0].startswith('Table 3') and captions[-1].startswith('Table 2') and text.index(captions[-1]) > text.index('<h2 id="progress"')
+    assert captions[0].startswith('Table 3') and captions[-1].startswith('Table 2')
+    assert text.index(captions[-1]) > text.index('<h2 id="progress"')
     assert [t.number for t in tables.report_tables(Results('smoke', batch, 1))] == ['3', '4', '1', 'S1', '2']
 
 
 def test_claims_by_verdict(seeds3):
     text = report.claims_html(verdicts.claims('smoke', seeds3, 3))
     heads = re.findall(r'<h3>\d+ (.*?)</h3>', text)
-    assert heads[0] == 'hold' and heads[-1] == 'without enough runs' and 'nan' not in text and 'None' not in text
+    assert heads[0] == 'hold' and heads[-1] == 'without enough runs' and 'nan' not in text
+    assert 'None' not in text
