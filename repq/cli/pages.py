@@ -239,6 +239,11 @@ def listed(output):
     texts = {k: lines(v) for k, v in output['data'].items() if k.startswith('text/')}
     return {**output, 'data': output['data'] | texts}
 
+def is_log(output):
+    "Whether an output is what a library said while it was loaded"
+    said = output.get('name') == 'stderr' and ''.join(output['text'])
+    return bool(said and re.search(r'site-packages/|^\[?W(ARNING|\d)', said, re.M))
+
 def joined(outputs):
     "Outputs in which texts that were printed one after another are one"
     found = []
@@ -344,7 +349,7 @@ def page_cells(cell, name, depth):
         cell['source'] = localize(link_names(text.removeprefix(NOT_IN_README + '\n'), '../'*depth), depth)
     if cell['cell_type'] != 'code': return [cell]
     cell['source'] = re.sub(r'^#\| eval:.*\n', '', text, flags=re.M)
-    cell['outputs'] = joined(o for o in map(offline, cell['outputs']) if o)
+    cell['outputs'] = joined(o for o in map(offline, cell['outputs']) if o and not is_log(o))
     for o in cell['outputs']:
         if 'text/markdown' not in o.get('data', {}): continue
         shown = ''.join(o['data']['text/markdown'])

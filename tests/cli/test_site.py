@@ -348,6 +348,9 @@ def test_pictures_without_words_are_found():
 
 
 def test_no_log_lines(site):
+    noise = dict(output_type='stream', name='stderr', text=['/x/site-packages/a.py:1: Warning\n'])
+    assert pages.is_log(noise) and not pages.is_log({**noise, 'text': ['repq: a channel waits\n']})
+    assert not pages.is_log({**noise, 'name': 'stdout'})
     for name, page in site[1].items():
         for c in page['cells']:
             printed = [''.join(o['text']) for o in c.get('outputs', ()) if o.get('name') == 'stderr']
@@ -374,7 +377,8 @@ def test_start_page_is_short(site):
     "About 2,500 px at a width of 1280; rendering it took a browser"
     page = site[1]['index.ipynb']
     text = text_of(page)
-    words = len(checks.without_code(re.sub(r'\]\([^)]*\)', ']', text)).split())
+    prose = re.sub(r'^\|.*$', '', re.sub(r'\]\([^)]*\)', ']', text), flags=re.M)
+    words = len(checks.without_code(prose).split())
     assert words < 600 and len(list(checks.code_lines(page))) < 35 and text.count('|:---|') == 1
     assert not re.search(r'\b(must|aim|times faster)\b', text), 'nothing about timing targets'
     for door in ('tutorials/digits.ipynb', 'thirty_lines.ipynb', 'results.ipynb', 'install.ipynb'):
