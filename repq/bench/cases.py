@@ -677,8 +677,9 @@ def bench_deploy(
     with tempfile.TemporaryDirectory() as folder:
         files = deployed_files(folder, model, size, bits, width=width, **kwargs)
         if 'openvino' in installed_runtimes():
-            (Path(folder)/'openvino').mkdir()
-            others = deployed_files(Path(folder)/'openvino', model, size, bits, 'openvino', width=width, **kwargs)
+            inner = Path(folder)/'openvino'
+            inner.mkdir()
+            others = deployed_files(inner, model, size, bits, 'openvino', width=width, **kwargs)
             files |= {f'{k} in OpenVINO': f for k, f in others.items()}
         channels = build_model(model, width=width, **kwargs).in_channels
         inputs = {b: torch.randn(b, channels, size, size) for b in batches}
@@ -690,7 +691,8 @@ def bench_deploy(
         base = f'float32, batch {b}'
         faster = 1/relative(table, base).loc[name]
         table.loc[name, ['times faster', 'low', 'high']] = faster['median'], faster['high'], faster['low']
-        table.loc[name, 'kernels alone'] = faster['median']/share.get(name, float('nan')) # if the rest were free
+        alone = faster['median']/share.get(name, float('nan'))
+        table.loc[name, 'kernels alone'] = alone # if the rest were free
         table.loc[name, 'file'] = table.bytes[name]/table.bytes[base]
     targets = {f'8 bits, batch {b}': (t, t) for b, t in DEPLOY_TARGETS.items()}
     is_default = (model, width, size) == ('repvgg_a0', .5, 64)

@@ -89,8 +89,8 @@ _ecbsr = dict(optimizer='adam', schedule='one_cycle', weight_decay=0., lr=4e-3, 
 _narrow = dict(small_input=True, in_channels=1) # networks for digits
 
 SETTINGS = {'smoke': {
-    'repvgg': dict(_digits, epochs=6, epochs_quantized=3, network=dict(_narrow, width=0.25, depth=0.25)),
-    'acnet': dict(_digits, epochs=5, epochs_quantized=2, network=dict(_narrow, width=0.125, depth=0.5)),
+    'repvgg': dict(_digits, epochs=6, epochs_quantized=3, network=dict(width=0.25, depth=0.25) | _narrow),
+    'acnet': dict(_digits, epochs=5, epochs_quantized=2, network=dict(width=0.125, depth=0.5) | _narrow),
     'ecbsr': dict(
         _ecbsr, data='photos', patch=24, batch_size=16, steps_per_epoch=50, epochs=12, epochs_quantized=3,
         threads=1, path='fused', warm_bits=4, warm_epochs=1),

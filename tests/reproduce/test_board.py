@@ -8,7 +8,8 @@ from repq.reproduce.driver import Outcome
 from repq.tools.files import write_json
 
 
-@pytest.mark.parametrize('seconds, text', [(9, '0:09'), (61, '1:01'), (3661, '1:01:01'), (float('nan'), 'unknown')])
+@pytest.mark.parametrize('seconds, text', [
+    (9, '0:09'), (61, '1:01'), (3661, '1:01:01'), (float('nan'), 'unknown')])
 def test_clock(seconds, text): assert clock(seconds) == text
 
 

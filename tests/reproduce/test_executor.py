@@ -5,7 +5,8 @@ from repq.reproduce.executor import in_background, why_lost
 ADDRESS = 'tcp://host:8786'
 
 @pytest.mark.parametrize('case, words', [
-    (dict(ever=False, silent=False), ['has no workers. Nothing was run.', f'dask worker {ADDRESS} --nthreads 1']),
+    (dict(ever=False, silent=False),
+     ['has no workers. Nothing was run.', f'dask worker {ADDRESS} --nthreads 1']),
     (dict(ever=True, silent=False), ['has lost all its workers. What is finished is kept']),
     (dict(ever=True, silent=True), ['no longer answers', 'Start it again with: dask scheduler']),
     (dict(ever=False, silent=False, reasons=['one: it offers no GPU']),
