@@ -323,7 +323,7 @@ def digits():
     x, y = torch.tensor(data.images).float().unsqueeze(1)/16, torch.tensor(data.target)
     def train(net, steps, lr):
         opt = torch.optim.SGD(repq.parameter_groups(net.train(), lr), momentum=.9)
-        for i in range(steps):
+        for _ in range(steps):
             rows = torch.randint(0, 1500, (64,))
             F.cross_entropy(net(x[rows]), y[rows]).backward()
             opt.step(); opt.zero_grad()
