@@ -2,7 +2,7 @@
 from importlib import import_module
 from ._lazy import MOVED
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Everything is loaded when first used, so that `import repq.algebra.kernel` needs torch alone.
 _names = {
