@@ -52,7 +52,7 @@ def render(cells=None):
 def best_table(
     results,     # repq.reproduce.tables.Results
     base:str,    # address of its folder as seen from the page, ending in /
-    most:int=10, # rows; if there are more, only those of the network with most of them
+    most:int=8,  # rows; if there are more, only those of the network with most of them
 )->str:
     "Accuracy of the networks and methods of Table 2 with a quantized run, the paper's in brackets"
     from repq.reproduce.evidence import paper_value, spread
